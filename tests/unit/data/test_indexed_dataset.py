@@ -1,8 +1,10 @@
 """Indexed datasets: round trips, Megatron's own files byte for byte, and one clear line for every kind of damage.
 
 Whatever byte is wrong, the reader ends in one line and `verify` names the place. A manifest that is not as it was
-written is refused; one of an earlier version has no sum and passes."""
+written is refused; one of an earlier version has no sum and passes. Splits, and the sample index: each token of each
+kept document exactly once."""
 
+import itertools
 import json
 import os
 import pickle
@@ -21,14 +23,14 @@ from hypothesis import strategies as st
 
 from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.atomic import SUM
-from megatron_ddrp.data.batches.samples import document_lengths
+from megatron_ddrp.data.batches.samples import SampleIndex, document_lengths, sample_totals, split_documents
 from megatron_ddrp.data.dataset import dataset_index, indexed_dataset
 from megatron_ddrp.data.dataset.dataset_index import HEADER, token_dtype
 from megatron_ddrp.data.dataset.indexed_dataset import UnfinishedDatasets, read_manifest
-from megatron_ddrp.data.dataset.verification import check_sums, first_documents, open_dataset, verify
+from megatron_ddrp.data.dataset.verification import check_sums, check_tokenizer, first_documents, open_dataset, verify
 from megatron_ddrp.errors import UserError
 from tests.datasets import shared_asset, write_dataset
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 
 
 def writing(prefix):
@@ -46,15 +48,18 @@ def test_round_trip(tmp_path, documents, dtype):
     assert [ids.tolist() for ids in dataset] == sequences
     assert len(dataset) == len(sequences) and dataset.num_tokens == sum(map(len, sequences))
     assert dataset.dtype == dtype and dataset.sizes.dtype == np.int32
-    ends = np.cumsum([0] + [len(document) for document in documents])
-    assert dataset.document_indices.tolist() == ends.tolist()
+    assert dataset.document_indices.tolist() == np.cumsum([0, *map(len, documents)]).tolist()
+
+
+def append(output, ids, sizes, lengths):
+    output.append(0, np.array(ids, np.uint16).tobytes(), np.array(sizes), np.array(lengths))
 
 
 def test_all_documents_at_once_equal_some_at_a_time_and_the_type_follows_the_vocabulary(tmp_path):
     write_dataset(tmp_path / "a", [[[1], [2, 3]], [[]], [[4]]])
     with writing(tmp_path / "b") as output:
-        output.append(0, np.array([1, 2, 3], np.uint16).tobytes(), np.array([1, 2, 0]), np.array([2, 1]))
-        output.append(0, np.array([4], np.uint16).tobytes(), np.array([1]), np.array([1]))
+        append(output, [1, 2, 3], [1, 2, 0], [2, 1])
+        append(output, [4], [1], [1])
         output.publish([None])
     for suffix in ("bin", "idx"):
         assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
@@ -63,8 +68,7 @@ def test_all_documents_at_once_equal_some_at_a_time_and_the_type_follows_the_voc
 
 def test_slices_are_read_only_views_and_pickle_keeps_the_prefix(tmp_path):
     dataset = write_dataset(tmp_path / "a", [[[5, 6, 7, 8]], [[9]]], manifest={"tokens": 5})
-    assert dataset.get(0, 1, 2).tolist() == [6, 7] and dataset.get(0, 3).tolist() == [8]
-    assert dataset[-1].tolist() == [9]
+    assert [ids.tolist() for ids in (dataset.get(0, 1, 2), dataset.get(0, 3), dataset[-1])] == [[6, 7], [8], [9]]
     assert not dataset[0].flags.owndata and not dataset[0].flags.writeable
     for offset, length in ((0, 5), (-1, 1), (5, 0)):
         with pytest.raises(IndexError, match="sequence 0, which has 4"):
@@ -92,46 +96,33 @@ def test_failure_leaves_nothing_and_keeps_what_was_there(tmp_path):
     write_dataset(tmp_path / "a", [[[1, 2]]], manifest={"tokens": 2})
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(RuntimeError), writing(tmp_path / "a") as output:
-        output.append(0, b"\3\0", np.array([1]), np.array([1]))
+        append(output, [3], [1], [1])
         raise RuntimeError
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     write_dataset(tmp_path / "a", [[[3]]])  # without a manifest: the old one must not stay
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
-
-
-def test_two_writers_of_one_name_are_kept_apart_and_a_stale_file_is_taken_over(tmp_path):
     (tmp_path / "a.unfinished").mkdir()
     (tmp_path / "a.unfinished" / "0.ids").write_bytes(b"left by a killed run")
     with writing(tmp_path / "a") as output:
         refused("another process is writing", writing, tmp_path / "a")
-        output.append(0, b"\7\0", np.array([1]), np.array([1]))
+        append(output, [7], [1], [1])
         output.publish([None])
     assert IndexedDataset(tmp_path / "a")[0].tolist() == [7]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
-@pytest.fixture
-def prefix(tmp_path):
+def test_a_manifest_is_read_as_it_was_written_and_refused_if_edited(tmp_path):
     manifest = {"tokens": 2, "inputs": [("a.txt", 7)], "tokenizer": {"vocab_size": 9}}
     write_dataset(tmp_path / "p", [[[1, 2]]], manifest=manifest)
-    return tmp_path / "p"
-
-
-def test_what_was_written_is_read(prefix):
-    manifest = read_manifest(prefix)
-    assert {name: manifest[name] for name in ("tokens", "inputs")} == {"tokens": 2, "inputs": [["a.txt", 7]]}
-    assert SUM not in manifest
-
-
-@pytest.mark.parametrize("change", [{"tokens": 3}, {"inputs": []}, {"tokenizer": {}}, {"more": 1}, {SUM: 5}])
-def test_an_edited_manifest_is_refused(prefix, change):
-    path = prefix.with_suffix(".json")
+    found, path = read_manifest(tmp_path / "p"), tmp_path / "p.json"
+    assert (found["tokens"], found["inputs"]) == (2, [["a.txt", 7]]) and SUM not in found
     written = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(written | change), encoding="utf-8")
-    refused("damaged or edited", read_manifest, prefix)
+    for change in ({"tokens": 3}, {"inputs": []}, {"tokenizer": {}}, {"more": 1}, {SUM: 5}):
+        path.write_text(json.dumps(written | change), encoding="utf-8")
+        refused("damaged or edited", read_manifest, tmp_path / "p")
     del written[SUM]
     path.write_text(json.dumps(written | {"tokens": 3}), encoding="utf-8")
-    assert read_manifest(prefix)["tokens"] == 3
+    assert read_manifest(tmp_path / "p")["tokens"] == 3
 
 
 VOCAB_SIZE = 1000
@@ -143,7 +134,7 @@ def write(prefix, documents, dtype=np.uint16, manifest=None):
     return write_dataset(prefix, documents, dtype, manifest).prefix
 
 
-def patch(path: Path, position: int, form: str, value: int) -> None:
+def patch(path, position, form, value):
     """Overwrite one number of a file."""
     data = bytearray(path.read_bytes())
     struct.pack_into(form, data, position, value)
@@ -198,11 +189,8 @@ def test_what_the_manifest_knows(tmp_path):
     assert list(verify(prefix, TOKENIZER)) == list(verify(prefix)) == []
     other = SimpleNamespace(tokenizer_type="HuggingFace", fingerprint="e" * 64, vocab_size=3)
     fingerprint, foreign = verify(prefix, other)
-    assert (
-        "made by tokenizer BertWordPieceLowerCase ffffffffffff of 1000 pieces, but the tokenizer given is"
-        in fingerprint
-    )
-    assert "token 2 (of sequence 0) is id 3, expected 0 to 2" in foreign
+    made = "made by tokenizer BertWordPieceLowerCase ffffffffffff of 1000 pieces, but the tokenizer given is"
+    assert made in fingerprint and "token 2 (of sequence 0) is id 3, expected 0 to 2" in foreign
     patch(tmp_path / "a.bin", 2, "<H", 7)  # another id of the vocabulary: only the hash tells
     [finding] = verify(prefix, TOKENIZER)
     assert f"{prefix}.bin: SHA-256" in finding and "changed since" in finding
@@ -226,33 +214,25 @@ def test_sums_are_compared_with_the_manifest(tmp_path):
         path = tmp_path / f"a.{suffix}"
         whole = path.read_bytes()
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        with pytest.raises(
-            UserError, match=rf"^{path}: SHA-256 .* {prefix}.json says .* megatron-ddrp dataset verify tells more$"
-        ) as caught:
-            check_sums(prefix)
-        assert caught.value.exit_code == 1
+        line = rf"^{path}: SHA-256 .* {prefix}.json says .* megatron-ddrp dataset verify tells more$"
+        assert refused(line, check_sums, prefix).exit_code == 1
         path.unlink()
         refused(f"^{path}: No such file", check_sums, prefix)
         path.write_bytes(whole)
-
-
-@pytest.mark.parametrize("manifest", [None, "{}", '{"files": {"bin": {"sha256": "0"}}}', '{"files": [1]}'])
-def test_without_sums_nothing_can_be_compared(tmp_path, manifest):
-    prefix = write(tmp_path / "a", [[[1, 2, 3]]])
-    if manifest is not None:
-        (tmp_path / "a.json").write_text(manifest)
-    assert refused(f"--verify-data needs the sums in {prefix}.json, but ", check_sums, prefix).exit_code == 2
+    for manifest in (None, "{}", '{"files": {"bin": {"sha256": "0"}}}', '{"files": [1]}'):
+        (tmp_path / "a.json").unlink(missing_ok=True)
+        if manifest is not None:
+            (tmp_path / "a.json").write_text(manifest)
+        wrong_arguments(f"--verify-data needs the sums in {prefix}.json, but ", check_sums, prefix)
 
 
 def test_many_faults_are_counted_not_listed(tmp_path, monkeypatch):
     monkeypatch.setattr(dataset_index, "CHUNK", 7)
     monkeypatch.setattr(indexed_dataset, "CHUNK_TOKENS", 5)
-    prefix = write(tmp_path / "a", [[[1, VOCAB_SIZE]] for _ in range(40)])
-    read = []
+    prefix, read = write(tmp_path / "a", [[[1, VOCAB_SIZE]] for _ in range(40)]), []
     found = list(verify(prefix, TOKENIZER, read.append))
     assert len(found) == 11 and "token 19 (of sequence 9) is id 1000" in found[9]
-    assert found[10].endswith("30 more ids outside the vocabulary, 40 in all")
-    assert sum(read) == 160
+    assert found[10].endswith("30 more ids outside the vocabulary, 40 in all") and sum(read) == 160
     patch(tmp_path / "a.idx", HEADER.size + 4 * 13, "<i", 5)  # size of the last sequence of the second chunk
     assert "sequence 14 begins at byte 56, but sequence 13 ends at byte 62" in next(verify(prefix))
 
@@ -290,14 +270,10 @@ def memory_path(tmp_path):
 
 
 def test_a_thousand_random_flips_and_truncations(memory_path):
-    rng = random.Random(4)
-    numbers = np.random.default_rng(4)
-    kinds = []
+    rng, numbers, kinds = random.Random(4), np.random.default_rng(4), []
     for name, dtype, manifest in (("recorded", np.uint16, MANIFEST), ("foreign", np.int32, None)):
-        documents = [
-            [numbers.integers(0, VOCAB_SIZE, rng.randrange(7)).tolist() for _ in range(rng.randrange(1, 4))]
-            for _ in range(8)
-        ]
+        lengths = [[rng.randrange(7) for _ in range(rng.randrange(1, 4))] for _ in range(8)]
+        documents = [[numbers.integers(0, VOCAB_SIZE, length).tolist() for length in own] for own in lengths]
         prefix = write(memory_path / name, documents, dtype, manifest)
         files = {suffix: Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("idx", "bin")}
         kinds.append((prefix, files, read_everything(prefix), manifest))
@@ -305,12 +281,11 @@ def test_a_thousand_random_flips_and_truncations(memory_path):
     for _ in range(1000):
         prefix, files, structure, manifest = rng.choice(kinds)
         suffix = rng.choice(("idx", "idx", "bin"))
-        data = bytearray(files[suffix])
+        data, path = bytearray(files[suffix]), Path(f"{prefix}.{suffix}")
         if rng.random() < 0.2:
             del data[rng.randrange(len(data)) :]
         else:
             data[rng.randrange(len(data))] ^= rng.choice([1 << rng.randrange(8), rng.randrange(1, 256)])
-        path = Path(f"{prefix}.{suffix}")
         path.write_bytes(data)
         try:
             found = read_everything(prefix)
@@ -348,23 +323,203 @@ def test_opening_reads_a_handful_of_bytes_however_many_documents(tmp_path):
     assert peak < 1 << 20 and grown < 16 << 20  # the index has 200 MB
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def test_a_truncated_or_missing_file_is_one_finding_each(small):
-    manifest = Path(f"{small}.json")
-    manifest.write_text(json.dumps({"files": {"bin": {"sha256": "0"}}}))
-    index = Path(f"{small}.idx")
+    index, tokens = Path(f"{small}.idx"), Path(f"{small}.bin")
+    Path(f"{small}.json").write_text(json.dumps({"files": {"bin": {"sha256": "0"}}}))
     data = index.read_bytes()
     index.write_bytes(b"")
-    header, tokens = verify(small)
-    assert "a.idx: 0 bytes, expected at least the 34" in header and "a.bin: SHA-256" in tokens
+    of_header, of_tokens = verify(small)
+    assert "a.idx: 0 bytes, expected at least the 34" in of_header and "a.bin: SHA-256" in of_tokens
     index.write_bytes(data)
-    Path(f"{small}.bin").unlink()
+    tokens.unlink()
     [missing] = verify(small)
     assert "a.bin: No such file" in missing
     refused(r"a.bin: No such file", IndexedDataset, small)
     index.unlink()
     refused(r"a\.idx: No such file", list, verify(small))
     refused(r"a\.idx: No such file", IndexedDataset, small)
+
+
+class FakeDataset:
+    """Documents in memory, each a list of sequences, each a list of ids."""
+
+    prefix = "corpus"
+    closing_tokens = 0
+
+    def __init__(self, documents):
+        self.sequences = [np.array(sequence, np.uint16) for document in documents for sequence in document]
+        self.sizes = np.array([len(sequence) for sequence in self.sequences], np.int32)
+        self.document_indices = np.cumsum([0, *(len(document) for document in documents)])
+        self.num_documents = len(documents)
+        self.sample_totals = {}
+
+    def check(self):
+        """Sound."""
+
+    def get(self, index, offset, length, count):
+        ids = np.concatenate(self.sequences[index : index + count])
+        assert offset >= 0 and offset + length <= len(ids)
+        return ids[offset : offset + length]
+
+
+def documents_of(*lengths):
+    """One-sequence documents of these lengths, of ids that count up."""
+    begins = np.cumsum([0, *lengths])
+    return [[list(range(begin, begin + length))] for begin, length in zip(begins, lengths, strict=False)]
+
+
+SPLITS = {
+    (1000, "949,50,1"): [(0, 949), (949, 999), (999, 1000)],
+    (1000, "98,2"): [(0, 980), (980, 1000), (1000, 1000)],
+    (10, "100"): [(0, 10), (10, 10), (10, 10)],
+    (10, "949,50,1"): [(0, 8), (8, 9), (9, 10)],
+    (3, "949,50,1"): [(0, 1), (1, 2), (2, 3)],
+    (2, "949,50,1"): [(0, 1), (1, 2), (2, 2)],
+    (1, "949,50,1"): [(0, 1), (1, 1), (1, 1)],
+    (0, "949,50,1"): [(0, 0), (0, 0), (0, 0)],
+    (5, "0,1,0"): [(0, 0), (0, 5), (5, 5)],
+    (3, "0.5, 0.5, 0.5"): [(0, 1), (1, 2), (2, 3)],
+}
+"""Number of documents and `--split` → the ranges of training, validation and test."""
+
+
+def test_split_documents_and_what_is_no_weights():
+    for given_here, expected in SPLITS.items():
+        ranges = dict(zip(("train", "valid", "test"), expected, strict=True))
+        assert list(split_documents(*given_here).items()) == list(ranges.items()), given_here
+    for split in ("", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf,1", "1;2", "949,,1"):
+        assert repr(split) in str(wrong_arguments("expected up to three weights", split_documents, 10, split))
+
+
+@given(st.integers(0, 10**7), st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any))
+def test_split_covers_all_documents_in_order(num_documents, weights):
+    ranges = split_documents(num_documents, ",".join(map(str, weights))).values()
+    bounds = [bound for low, high in ranges for bound in (low, high)]
+    assert bounds == sorted(bounds) and bounds[0] == 0 and bounds[-1] == num_documents
+    for (low, high), weight in zip(ranges, [*weights, 0, 0], strict=False):
+        assert abs((high - low) - weight / sum(weights) * num_documents) <= 2
+        assert weight > 0 or high == low
+        assert weight == 0 or high > low or num_documents < 3
+
+
+def all_of(samples):
+    return [ids.tolist() for ids in samples.tokens(np.arange(len(samples)))]
+
+
+def counting(*borders):
+    return [list(range(begin, end)) for begin, end in itertools.pairwise(borders)]
+
+
+def test_documents_of_a_range_give_consecutive_pieces_and_short_ones_are_dropped():
+    samples = SampleIndex(FakeDataset(documents_of(25, 7, 8, 0, 20, 10)), (0, 6), seq_length=12)
+    assert (samples.num_documents, samples.num_dropped_documents, samples.num_tokens) == (6, 2, 63)
+    assert all_of(samples) == counting(0, 10, 20, 25) + counting(32, 40, 50, 60, 70)
+    assert samples.lengths([[0, 2], [3, 6]]).tolist() == [[12, 7], [10, 12]] and samples.prefix == "corpus"
+    for index in (-1, 7):
+        with pytest.raises(IndexError):
+            samples.tokens([index])
+    samples = SampleIndex(FakeDataset(documents_of(25, 7, 8, 20)), (2, 4), seq_length=100)
+    assert all_of(samples) == counting(32, 40, 60)
+    wrong_arguments("--seq-length is 2", SampleIndex, FakeDataset(documents_of(20)), (0, 1), seq_length=2)
+
+
+def test_a_sep_that_ends_a_document_is_in_no_sample():
+    """It gave a sample of itself alone, with nothing to predict, behind each document that filled its rows."""
+    dataset = FakeDataset(documents_of(11, 21, 8, 9, 0))
+    dataset.closing_tokens = 1
+    samples = SampleIndex(dataset, (0, 5), seq_length=12)
+    assert all_of(samples) == counting(0, 10) + counting(11, 21, 31) + counting(40, 48)
+    assert (samples.num_dropped_documents, samples.num_tokens) == (2, 38)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 12), max_size=6), min_size=1, max_size=8), st.integers(3, 20), st.data())
+def test_every_token_of_the_kept_documents_comes_once_and_in_order(shape, seq_length, data):
+    counter = iter(range(10**6))
+    documents = [[[next(counter) for _ in range(length)] for length in document] for document in shape]
+    low = data.draw(st.integers(0, len(documents)))
+    high = data.draw(st.integers(low, len(documents)))
+    texts = [sum(document, []) for document in documents[low:high]]
+    kept, cut, dataset = [text for text in texts if len(text) >= 8], seq_length - 2, FakeDataset(documents)
+    if not kept:
+        line = r"no sample in .*(have fewer than 8 tokens|range is empty)"
+        assert refused(line, SampleIndex, dataset, (low, high), seq_length).exit_code == 1
+        return
+    samples = SampleIndex(dataset, (low, high), seq_length)
+    pieces = all_of(samples)
+    assert pieces == [text[begin : begin + cut] for text in kept for begin in range(0, len(text), cut)]
+    assert samples.lengths(np.arange(len(samples))).tolist() == [len(piece) + 2 for piece in pieces]
+    assert samples.num_dropped_documents == len(texts) - len(kept)
+
+
+def test_memory_is_small_for_many_documents():
+    dataset = FakeDataset([])
+    dataset.sizes, dataset.document_indices = np.full(200_000, 700, np.int32), np.arange(200_001)
+    dataset.num_documents = 200_000
+    tracemalloc.start()
+    samples = SampleIndex(dataset, (0, 200_000), 128)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(samples) == 200_000 * 6
+    assert kept < 200_000, "3/8 byte a document, nothing a sample"
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    manifest = {"tokenizer": {"type": "SentencePiece", "fingerprint": "abc", "vocab_size": 100}}
+    write_dataset(tmp_path / "corpus_text_document", documents_of(30, 9, 3), manifest=manifest)
+    return tmp_path / "corpus_text_document"
+
+
+def test_a_damaged_index_gives_no_samples(prefix):
+    """A size, a byte offset, and a document border that crosses the next one or points far outside."""
+    samples = SampleIndex(IndexedDataset(prefix), (0, 3), seq_length=22)
+    assert all_of(samples)[:3] == counting(0, 20, 30, 39)
+    path = prefix.with_suffix(".idx")
+    whole = path.read_bytes()
+    for place, number in ((0, -30), (12 + 8, 13), (12 + 24 + 8, 3), (12 + 24 + 8, 10**9)):
+        data = bytearray(whole)
+        struct.pack_into("<i", data, HEADER.size + place, number)
+        path.write_bytes(data)
+        line = r"\.idx: .*: damaged; copy both files again"
+        refused(line, SampleIndex, IndexedDataset(prefix), (0, 3), seq_length=22)
+
+
+def test_check_tokenizer(prefix):
+    other = SimpleNamespace(tokenizer_type="HuggingFace", fingerprint="xyz", vocab_size=50)
+    check_tokenizer(prefix, SimpleNamespace(tokenizer_type="SentencePiece", fingerprint="abc", vocab_size=100))
+    error = refused(r"corpus_text_document\.json", check_tokenizer, prefix, other)
+    assert error.exit_code == 1
+    for part in ("SentencePiece abc of 100 pieces", "HuggingFace xyz of 50 pieces"):
+        assert part in str(error)
+    prefix.with_suffix(".json").unlink()
+    check_tokenizer(prefix, other)
+
+
+def test_an_index_damaged_behind_the_totals_is_refused_where_it_is_used(tmp_path):
+    lengths = np.random.default_rng(0).integers(0, 60, 1000)
+    dataset = write_dataset(tmp_path / "corpus", [[np.arange(length)] for length in lengths.tolist()])
+    totals = sample_totals(dataset, 32)
+    expected = [tokens.tobytes() for tokens in SampleIndex(dataset, (0, 1000), 32).tokens(np.arange(totals[-1, 0]))]
+    path = Path(f"{dataset.prefix}.idx")
+    whole, draw = path.read_bytes(), random.Random(0)
+    unseen = num_refused = 0
+    for _ in range(60):
+        content = bytearray(whole)
+        content[draw.randrange(34, len(whole))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        try:
+            harmed = IndexedDataset(dataset.prefix)
+            harmed.sample_totals[32] = totals
+            index = SampleIndex(harmed, (0, 1000), 32)
+            found = [tokens.tobytes() for tokens in index.tokens(np.arange(len(index)))]
+        except UserError as error:
+            num_refused += 1
+            assert str(error).startswith(dataset.prefix) and "\n" not in str(error)
+        else:
+            unseen += found != expected  # a border between two documents of one block that moved by a little
+    assert num_refused > 50 and unseen < 3

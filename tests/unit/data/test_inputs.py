@@ -16,6 +16,7 @@ import threading
 import tracemalloc
 import zlib
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import zstandard
@@ -48,10 +49,19 @@ def names(*given, leave_out=()):
     return [file.name for file in find_inputs(list(map(str, given)), leave_out=list(map(str, leave_out)))]
 
 
-def test_a_folder_gives_its_documents_sorted_and_nothing_else(corpus):
+def test_a_folder_gives_its_documents_sorted_and_patterns_are_sorted_between_arguments_in_order(corpus):
     expected = ["a/b/y.parquet", "a/z.json", "a.txt", "b/wiki_00", "b/wiki_01", "c.jsonl.gz"]
     assert names(corpus, leave_out=[corpus / "vocab.txt"]) == expected
     assert all(Path(file.path) == corpus / file.name for file in find_inputs([str(corpus)]))
+    for name in ("b/pipe", "b/pipe.txt"):
+        os.mkfifo(corpus / name)  # which are left alone
+    for given, expected in (
+        (["c*.gz", "b/wiki_0?", "**/*.json"], ["c.jsonl.gz", "wiki_00", "wiki_01", "z.json"]),
+        (["[b]"], ["wiki_00", "wiki_01"]),
+        (["b/wiki_01", "b/*", "b/../b"], ["wiki_01", "wiki_00"]),
+        (["b", "b/*"], ["wiki_00", "wiki_01"]),
+    ):
+        assert names(*(f"{corpus}/{name}" for name in given)) == expected
 
 
 @pytest.mark.parametrize("pattern", ["", "*", "**", "**/*"])
@@ -76,24 +86,6 @@ def test_texts_beside_the_files_of_a_tokenizer_are_read(tmp_path, pattern):
     assert names(tmp_path / pattern, leave_out=[tmp_path]) == ["a.jsonl"]
 
 
-def test_pipes_in_a_folder_or_a_pattern_are_left_alone(corpus):
-    for name in ("b/pipe", "b/pipe.txt"):
-        os.mkfifo(corpus / name)
-    assert names(corpus / "b", corpus / "b" / "*") == ["wiki_00", "wiki_01"]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (["c*.gz", "b/wiki_0?", "**/*.json"], ["c.jsonl.gz", "wiki_00", "wiki_01", "z.json"]),
-        (["[b]"], ["wiki_00", "wiki_01"]),
-        (["b/wiki_01", "b/*", "b/../b"], ["wiki_01", "wiki_00"]),
-    ],
-)
-def test_patterns_are_sorted_and_arguments_keep_their_order(corpus, given, expected):
-    assert names(*(f"{corpus}/{name}" for name in given)) == expected
-
-
 def test_capitals_and_ndjson_are_endings_too(tmp_path):
     line = b'{"text": "red"}\n'
     contents = {"A.JSONL": line, "b.Jsonl.GZ": gzip.compress(line), "c.ndjson": line, "D.TXT": b"red\n"}
@@ -106,14 +98,12 @@ def test_capitals_and_ndjson_are_endings_too(tmp_path):
 def test_files_left_out_of_a_folder_are_named_on_one_line(corpus, capsys):
     find_inputs([str(corpus / "b")])
     assert capsys.readouterr().err == ""
-    (corpus / "part-00000").write_text("plain text\n")
-    (corpus / "old_text_document.bin").touch()
-    (corpus / "x.csv").touch()
+    for name in ("part-00000", "old_text_document.bin", "x.csv"):
+        (corpus / name).write_text("plain text\n")
     find_inputs([str(corpus)], leave_out=[str(corpus / "vocab.txt")])
     line = capsys.readouterr().err
     words = "4 files left out (LICENSE, README.md, part-00000, …): expected names that end in"
-    assert line.startswith(f"{corpus}: {words}")
-    assert line.count("\n") == 1 and ".hidden" not in line
+    assert line.startswith(f"{corpus}: {words}") and line.count("\n") == 1 and ".hidden" not in line
 
 
 def test_a_file_reached_twice_is_read_once(tmp_path, capsys):
@@ -121,41 +111,34 @@ def test_a_file_reached_twice_is_read_once(tmp_path, capsys):
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1f"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
-    for name in ("train.jsonl", "test.jsonl"):
-        (blobs / f"0{name[:2]}").write_text('{"text": "red"}\n')
-        (snapshot / name).symlink_to(f"../../blobs/0{name[:2]}")
-    (snapshot / "again.jsonl").symlink_to("../../blobs/0tr")
+    for name in ("train.jsonl", "test.jsonl", "again.jsonl"):
+        blob = "0te" if name == "test.jsonl" else "0tr"
+        (blobs / blob).write_text('{"text": "red"}\n')
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
     expected = ["snapshots/1f/again.jsonl", "snapshots/1f/test.jsonl"]
-    assert names(tmp_path) == expected
-    assert names(tmp_path / "**") == [Path(name).name for name in expected]
+    assert names(tmp_path) == expected and names(tmp_path / "**") == [Path(name).name for name in expected]
     assert capsys.readouterr().err == ""
     (tmp_path / "own.txt").write_text("red\n")
     (tmp_path / "link.txt").symlink_to("own.txt")
     assert names(tmp_path) == ["own.txt", *expected]
 
 
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [
-        ("none.jsonl", "none.jsonl: No such file"),
-        ("a.csv", "expected a name that ends in .jsonl, .ndjson, .json, .txt, .parquet"),
-        ("empty", "holds no file that ends in"),
-        ("*.nothing", r"\*.nothing: no such file, and no file matches it as a pattern"),
-        *((f"0{ending}", "empty, expected a .* file; copy it") for ending in (".jsonl.gz", ".txt.xz", ".json.bz2")),
-        ("0.txt.zst", "empty, expected a .* file; copy it"),
-        ("pipe.parquet", "pipe.parquet: a pipe, but .parquet"),
-    ],
-)
-def test_mistakes_are_named(corpus, name, complaint):
+def test_mistakes_are_named_and_what_cannot_be_read_in_a_folder_or_a_pattern_is_refused(corpus, monkeypatch):
     (corpus / "empty").mkdir()
     (corpus / "a.csv").write_text("x")
-    if name.startswith("0"):
-        (corpus / name).touch()
     os.mkfifo(corpus / "pipe.parquet")
-    refused(complaint, names, corpus / name)
-
-
-def test_what_cannot_be_read_is_refused_in_a_folder_and_in_a_pattern(corpus, monkeypatch):
+    packed = [f"0{ending}" for ending in (".jsonl.gz", ".txt.xz", ".json.bz2", ".txt.zst")]
+    for name in packed:
+        (corpus / name).touch()
+    for name, complaint in {
+        "none.jsonl": "none.jsonl: No such file",
+        "a.csv": "expected a name that ends in .jsonl, .ndjson, .json, .txt, .parquet",
+        "empty": "holds no file that ends in",
+        "*.nothing": r"\*.nothing: no such file, and no file matches it as a pattern",
+        **dict.fromkeys(packed, "empty, expected a .* file; copy it"),
+        "pipe.parquet": "pipe.parquet: a pipe, but .parquet",
+    }.items():
+        refused(complaint, names, corpus / name)
     (corpus / "b" / "link.json").symlink_to("../a/z.json")
     assert names(corpus / "**" / "*.json") == ["z.json"]
     (corpus / "b" / "gone.jsonl").symlink_to("nowhere")
@@ -178,15 +161,13 @@ def test_what_cannot_be_read_is_refused_in_a_folder_and_in_a_pattern(corpus, mon
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_hash_is_that_of_the_file_on_disk(tmp_path, packed):
-    content = b"some text\n" * 300_000
-    path = tmp_path / ("a.txt.gz" if packed else "a.txt")
-    path.write_bytes(gzip.compress(content) + b"\0" * 100 if packed else content)
+    content, path = b"some text\n" * 300_000, tmp_path / ("a.txt.gz" if packed else "a.txt")
+    on_disk = gzip.compress(content) + b"\0" * 100 if packed else content
+    path.write_bytes(on_disk)
     with OpenInput(InputFile(str(path), "name")) as opened:
-        unpacked = b"".join(iter(lambda: opened.read(1 << 20), b""))
-        described = opened.manifest_entry()
-    on_disk = path.read_bytes()
-    assert unpacked == content
-    assert described == {"name": "name", "bytes": len(on_disk), "sha256": hashlib.sha256(on_disk).hexdigest()}
+        assert b"".join(iter(lambda: opened.read(1 << 20), b"")) == content
+        entry = {"name": "name", "bytes": len(on_disk), "sha256": hashlib.sha256(on_disk).hexdigest()}
+        assert opened.manifest_entry() == entry
 
 
 def test_packed_standard_input_is_known_by_its_first_bytes():
@@ -215,7 +196,6 @@ def cases(packing):
     """Return name of a case → (content of the file, text; None where the file is refused)."""
     pack = PACK[packing]
     red, blue, empty = pack(RED), pack(BLUE), pack(b"")
-    is_gzip, is_xz, is_zstd = packing == ".gz", packing == ".xz", packing == ".zst"
     found = {
         "one": (red, RED),
         "two": (red + blue, BOTH),
@@ -235,25 +215,29 @@ def cases(packing):
         "zeros and letters behind": (red + b"\0" * 8 + b"text", None),
     }
     for zeros in (1, 3, 4, 5, 8, 512, 20_000):
-        allowed = is_gzip or (is_xz and zeros % 4 == 0)
-        found[f"{zeros} zeros behind"] = (red + blue + b"\0" * zeros, BOTH if allowed else None)
-        found[f"{zeros} zeros between"] = (red + b"\0" * zeros + blue, BOTH if allowed else None)
+        text = BOTH if packing == ".gz" or (packing == ".xz" and zeros % 4 == 0) else None
+        found[f"{zeros} zeros behind"] = (red + blue + b"\0" * zeros, text)
+        found[f"{zeros} zeros between"] = (red + b"\0" * zeros + blue, text)
     found |= {f"cut {size} bytes into the second": (red + blue[:size], None) for size in (1, 2, 5, 9, len(blue) - 1)}
-    if is_xz:
+    if packing == ".xz":
         alone = lzma.compress(BOTH, lzma.FORMAT_ALONE)
-        found["of the older format"] = (alone, BOTH)
-        found["zeros behind the older format"] = (alone + b"\0" * 4, None)
-        found["two of the older format"] = (alone + alone, None)
-        found["the older format behind"] = (red + alone, None)
-        found["zeros between three"] = (red + b"\0" * 4 + empty + b"\0" * 8 + blue + b"\0" * 4, BOTH)
-        found["without a check"] = (lzma.compress(BOTH, check=lzma.CHECK_NONE), BOTH)
-        found["a check of unknown kind"] = (with_unknown_check(BOTH), None)
-    if is_zstd:
-        found["a skippable frame first"] = (skippable(4) + red + blue, BOTH)
-        found["skippable frames between"] = (red + skippable(0) + skippable(10_000) + blue, BOTH)
-        found["a skippable frame last"] = (red + blue + skippable(9), BOTH)
-        found["a cut skippable frame"] = (red + blue + skippable(9)[:-1], None)
-        found["skippable frames alone"] = (skippable(9) * 2, b"")
+        found |= {
+            "of the older format": (alone, BOTH),
+            "zeros behind the older format": (alone + b"\0" * 4, None),
+            "two of the older format": (alone + alone, None),
+            "the older format behind": (red + alone, None),
+            "zeros between three": (red + b"\0" * 4 + empty + b"\0" * 8 + blue + b"\0" * 4, BOTH),
+            "without a check": (lzma.compress(BOTH, check=lzma.CHECK_NONE), BOTH),
+            "a check of unknown kind": (with_unknown_check(BOTH), None),
+        }
+    if packing == ".zst":
+        found |= {
+            "a skippable frame first": (skippable(4) + red + blue, BOTH),
+            "skippable frames between": (red + skippable(0) + skippable(10_000) + blue, BOTH),
+            "a skippable frame last": (red + blue + skippable(9), BOTH),
+            "a cut skippable frame": (red + blue + skippable(9)[:-1], None),
+            "skippable frames alone": (skippable(9) * 2, b""),
+        }
     return found
 
 
@@ -273,10 +257,7 @@ def unpacked(path):
     return data
 
 
-EVERY = [(packing, name) for packing in PACK for name in cases(packing)]
-
-
-@pytest.mark.parametrize(("packing", "name"), EVERY)
+@pytest.mark.parametrize(("packing", "name"), [(packing, name) for packing in PACK for name in cases(packing)])
 def test_a_packed_file_is_read_whole_or_refused(tmp_path, packing, name):
     content, text = cases(packing)[name]
     path = tmp_path / f"a.jsonl{packing}"
@@ -302,13 +283,13 @@ LENIENT = {
 def test_the_formats_own_tool_judges_alike(tmp_path, packing):
     if not shutil.which(TOOLS[packing]):
         pytest.skip(f"{TOOLS[packing]} is not installed")
-    path = tmp_path / f"a{packing}"
-    judged = {}
+    path, differ = tmp_path / f"a{packing}", set()
     for name, (content, text) in cases(packing).items():
         path.write_bytes(content)
         done = subprocess.run([TOOLS[packing], "-t", str(path)], capture_output=True, timeout=60)
-        judged[name] = (done.returncode == 0, text is not None)
-    assert {name for name, (sound, read) in judged.items() if sound != read} <= LENIENT.get(packing, set())
+        if (done.returncode == 0) != (text is not None):
+            differ.add(name)
+    assert differ <= LENIENT.get(packing, set())
 
 
 @pytest.mark.parametrize("packing", PACK)
@@ -337,18 +318,18 @@ def test_no_flipped_bit_and_no_cut_shortens_a_file_in_silence(tmp_path, packing)
 def test_a_pipe_is_read_alike_however_it_is_written(tmp_path, packing, step):
     """Its first write may be shorter than the bytes by which the packing is known."""
     path = tmp_path / "pipe"
-    found = cases(packing)
-    several = {name: found[name] for name in ("two", "empty between", "8 zeros between", "letters behind")}
-    several |= {name: case for name, case in found.items() if "skippable frame first" in name or name.startswith("cut")}
     os.mkfifo(path)
-    for name, (content, text) in several.items():
 
-        def write(content=content):
-            with open(path, "wb", buffering=0) as pipe:
-                for start in range(0, len(content), step):
-                    pipe.write(content[start : start + step])
+    def write(content):
+        with open(path, "wb", buffering=0) as pipe:
+            for start in range(0, len(content), step):
+                pipe.write(content[start : start + step])
 
-        writer = threading.Thread(target=write)
+    for name, (content, text) in cases(packing).items():
+        chosen = name in ("two", "empty between", "8 zeros between", "letters behind", "a skippable frame first")
+        if not chosen and not name.startswith("cut"):
+            continue
+        writer = threading.Thread(target=write, args=(content,))
         writer.start()
         try:
             read = [text for (text,) in iter_documents([str(path)])]
@@ -363,43 +344,32 @@ def test_memory_stays_bounded_where_little_unpacks_to_much(tmp_path, packing):
     path = tmp_path / f"a{packing}"
     streams, limit = (6, 300 << 20) if packing == ".zst" else (2, 16 << 20)
     path.write_bytes(PACK[packing](bytes(64 << 20)) * streams)
-    with OpenInput(InputFile(str(path), path.name)) as opened:
-        tracemalloc.start()
-        try:
+    tracemalloc.start()
+    try:
+        with OpenInput(InputFile(str(path), path.name)) as opened:
             size = sum(map(len, iter(lambda: opened.read(1 << 20), b"")))
-            most = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
     assert size == streams * 64 << 20 and most < limit
 
 
 def test_a_damaged_packed_file_of_a_folder_is_not_left_out(tmp_path):
     """A file without a further ending is recognised by its text, which a damaged file hides."""
-    (tmp_path / "wiki_00.bz2").write_bytes(bz2.compress(b'<doc id="1" url="u" title="A">\nA\n</doc>\n'))
+    packed = bz2.compress(b'<doc id="1" url="u" title="A">\nA\n</doc>\n')
+    (tmp_path / "wiki_00.bz2").write_bytes(packed)
     assert names(tmp_path) == ["wiki_00.bz2"]
-    (tmp_path / "wiki_01.bz2").write_bytes(bz2.compress(b'<doc id="1" url="u" title="A">\nB\n</doc>\n')[3:])
+    (tmp_path / "wiki_01.bz2").write_bytes(packed[3:])
     refused(r"wiki_01\.bz2: damaged or cut off after", find_inputs, [str(tmp_path)])
 
 
 def test_a_tracked_sequence_is_whole_and_its_bar_knows_the_total(monkeypatch):
-    bars = []
-    monkeypatch.setattr("megatron_ddrp.data.progress.tqdm", lambda **how: bars.append(how) or _Bar())
+    tqdm = MagicMock()
+    monkeypatch.setattr("megatron_ddrp.data.progress.tqdm", tqdm)
     assert list(track("abc", "letter", "spelling")) == ["a", "b", "c"]
-    assert (bars[0]["total"], bars[0]["unit"], bars[0]["desc"], bars[0]["leave"]) == (3, "letter", "spelling", False)
-    assert _Bar.moved == 3
-
-
-class _Bar:
-    moved = 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
-    def update(self):
-        _Bar.moved += 1
+    expected = {"total": 3, "unit": "letter", "desc": "spelling", "leave": False}
+    assert expected.items() <= tqdm.call_args.kwargs.items() and tqdm.call_count == 1
+    assert tqdm.return_value.__enter__.return_value.update.call_count == 3
 
 
 def test_bars_say_nothing_of_short_work_and_name_what_goes_on_behind_a_full_one(capsys, tmp_path):

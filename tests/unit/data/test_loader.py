@@ -1,6 +1,7 @@
 """The same rows with the same masks in every layout and after every resume; cutting; prefetching; clear refusals.
 
-Blending: every prefix keeps to the weights, each corpus in its own epochs, any position in constant time."""
+Packing moves documents and changes none; rows are nearly full, never too long, and the same on every rank. Blending:
+every prefix keeps to the weights, each corpus in its own epochs, any position in constant time."""
 
 import itertools
 import threading
@@ -12,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ddrp.data.batches import loader
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.batches.loader import Blend, SampleReader, Share, interleave, iterate, whole_weights
 from megatron_ddrp.data.batches.masking import Masker
+from megatron_ddrp.data.batches.samples import join_samples, pack_rows
 from megatron_ddrp.errors import UserError
 from tests.datasets import FAKE_VOCAB, FakeSamples, fake_loader, fake_tokenizer
 from tests.refusals import refused, wrong_arguments
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
-SEQ = 60
+SEQ, PACKED_SEQ = 60, 64
 
 
 def fake_samples(num_samples=50):
@@ -29,18 +31,36 @@ def fake_samples(num_samples=50):
     return FakeSamples(rng.integers(1, SEQ - 1, num_samples), rng)
 
 
-def make_loader(samples=None, *, micro=2, world=1, rank=0, global_batch=16, seed=7):
-    return fake_loader(samples or fake_samples(), Share(global_batch, micro, rank, world), SEQ, seed=seed)
+def make_loader(samples=None, *, micro=2, world=1, rank=0, global_batch=16, seed=7, packing=False):
+    return fake_loader(
+        samples or fake_samples(), Share(global_batch, micro, rank, world), SEQ, seed=seed, packing=packing
+    )
 
 
-def rows_of(batches):
-    """Sorted (sequence id, valid input ids, valid labels) of all rows."""
-    rows = []
+def pack_loader(*, micro=8, world=1, rank=0, packing=True):
+    """A loader of 200 samples, many of them short."""
+    rng = np.random.default_rng(0)
+    samples = FakeSamples(np.minimum(rng.geometric(0.06, 200), PACKED_SEQ - 2), rng)
+    return fake_loader(samples, Share(64, micro, rank, world), PACKED_SEQ, packing=packing)
+
+
+def documents_in_rows(batches):
+    """Sorted (sequence id, input ids, labels, positions, segments) of the documents in all rows; checks the padding."""
+    documents = []
     for batch in batches:
-        for row, n in enumerate(batch.document_ids.sum(axis=1).tolist()):
-            assert np.all(batch.input_ids[row, n:] == PAD) and np.all(batch.labels[row, n:] == IGNORED_LABEL)
-            rows.append((batch.sequence_ids[row, 0], tuple(batch.input_ids[row, :n]), tuple(batch.labels[row, :n])))
-    return sorted(rows)
+        for row in (Batch(*fields) for fields in zip(*batch.arrays(), strict=True)):
+            count = row.document_ids.max()
+            assert set(row.document_ids) | {0} == set(range(count + 1)), "the documents of a row are 1, 2, …"
+            padding = row.document_ids == 0
+            assert np.all(row.input_ids[padding] == PAD) and np.all(row.labels[padding] == IGNORED_LABEL)
+            assert not any(field[padding].any() for field in (row.position_ids, row.sequence_ids, row.segment_ids))
+            for number in range(1, count + 1):
+                places = np.flatnonzero(row.document_ids == number)
+                assert np.all(np.diff(places) == 1), "a document lies in one piece"
+                (name,) = set(row.sequence_ids[places].tolist())
+                fields = row.input_ids, row.labels, row.position_ids, row.segment_ids
+                documents.append((name, *(tuple(field[places].tolist()) for field in fields)))
+    return sorted(documents)
 
 
 def original(ids, labels):
@@ -53,25 +73,26 @@ def numbers_of(samples):
     return {tuple(ids): index for index, ids in enumerate(samples.ids)}
 
 
-def test_every_layout_gives_the_same_rows():
-    for consumed in (0, 48):  # the second global batch spans two epochs
-        expected = rows_of(make_loader(micro=16).step(consumed))
-        assert [row[0] for row in expected] == list(range(consumed, consumed + 16))
-        for world, micro in itertools.product((1, 2, 4), (1, 2, 4)):
-            ranks = [make_loader(micro=micro, world=world, rank=rank).step(consumed) for rank in range(world)]
-            assert all(len(batches) == 16 // (micro * world) for batches in ranks)
-            assert rows_of(sum(ranks, [])) == expected
+def test_every_layout_gives_the_same_rows_and_packed_ones_the_documents_of_unpacked_ones():
+    """The last global batches of each loader span two epochs."""
+    for make, size, micros, steps in (
+        (make_loader, 16, (1, 2, 4), (0, 48)),
+        (pack_loader, 64, (1, 4, 16), (0, 64, 192)),
+    ):
+        for consumed in steps:
+            expected = documents_in_rows(make(micro=size, packing=False).step(consumed))
+            assert [document[0] for document in expected] == list(range(consumed, consumed + size))
+            for world, micro in itertools.product((1, 2, 4), micros):
+                ranks = [make(micro=micro, world=world, rank=rank).step(consumed) for rank in range(world)]
+                assert all(len(batches) == size // (micro * world) for batches in ranks)
+                assert documents_in_rows(sum(ranks, [])) == expected
 
 
-def test_ranks_hold_rows_of_similar_length_at_the_same_time_cut_to_their_longest():
+def test_ranks_hold_rows_of_similar_length_at_the_same_time():
     ranks = [make_loader(world=2, rank=rank).step(0) for rank in range(2)]
     lengths = [[batch.document_ids.sum(axis=1) for batch in batches] for batches in ranks]
     for step in range(3):
         assert max(row[step].max() for row in lengths) <= min(row[step + 1].min() for row in lengths)
-    batches = make_loader().step(0)
-    for batch in batches:
-        assert batch.input_ids.shape[1] == min(SEQ, -(-batch.document_ids.sum(axis=1).max() // 8) * 8)
-    assert len({batch.input_ids.shape[1] for batch in batches}) > 1
 
 
 def test_the_fields_of_a_batch():
@@ -112,23 +133,23 @@ def test_the_text_of_a_full_row_may_continue_behind_it():
 def test_each_epoch_holds_each_sample_once_in_its_own_order():
     samples, orders = fake_samples(48), []
     for epoch in range(2):
-        rows = sum((rows_of(make_loader(samples).step(48 * epoch + 16 * step)) for step in range(3)), [])
-        orders.append([numbers_of(samples)[original(ids, labels)[1:-1]] for _, ids, labels in rows])
+        rows = sum((documents_in_rows(make_loader(samples).step(48 * epoch + 16 * step)) for step in range(3)), [])
+        orders.append([numbers_of(samples)[original(ids, labels)[1:-1]] for _, ids, labels, *_ in rows])
         assert sorted(orders[-1]) == list(range(48))
     assert orders[0] != orders[1]
 
 
 def test_masks_change_with_the_epoch_and_stay_in_every_evaluation():
     samples = fake_samples(16)
-    first, second = (rows_of(make_loader(samples).step(consumed)) for consumed in (0, 16))
-    of_first, of_second = ({original(ids, labels): labels for _, ids, labels in rows} for rows in (first, second))
+    first, second = (documents_in_rows(make_loader(samples).step(consumed)) for consumed in (0, 16))
+    of_first, of_second = ({original(ids, labels): labels for _, ids, labels, *_ in rows} for rows in (first, second))
     assert of_first.keys() == of_second.keys() and len(of_first) == 16
     assert sum(of_first[ids] != labels for ids, labels in of_second.items()) > 8
-    assert rows_of(make_loader(samples).step(0)) == first
+    assert documents_in_rows(make_loader(samples).step(0)) == first
 
 
 def test_the_seed_decides_the_order_and_a_resumed_run_goes_on_as_before():
-    first, second = (rows_of(make_loader(seed=seed).step(0)) for seed in (1, 2))
+    first, second = (documents_in_rows(make_loader(seed=seed).step(0)) for seed in (1, 2))
     assert [len(row[1]) for row in first] != [len(row[1]) for row in second]
     uninterrupted = list(iterate(make_loader(), 0, 8))
     resumed = list(iterate(make_loader(), 5 * 16, 3))
@@ -340,3 +361,86 @@ def test_samples_are_read_from_their_corpora_in_the_order_asked_for():
     assert [ids.tolist() for ids in blend.tokens(indices)] == [[2004], [0], [1000], [3], [1001], [2000]]
     assert blend.lengths(indices.reshape(2, 3)).tolist() == [[5, 3, 4], [3, 4, 5]]
     assert [blend.source(index) for index in (3, 4, 10)] == ["corpus0", "corpus1", "corpus2"]
+
+
+@given(st.data(), st.lists(st.integers(3, 40), min_size=1, max_size=60))
+def test_rows_hold_every_sample_once_and_none_too_many(data, lengths):
+    lengths = np.array(lengths)
+    min_rows = data.draw(st.integers(1, len(lengths)))
+    rows = pack_rows(lengths, 40, min_rows)
+    assert sorted(sum(rows, [])) == list(range(len(lengths)))
+    tokens = [int(lengths[row].sum()) for row in rows]
+    assert len(rows) >= min_rows and all(rows) and max(tokens) <= 40
+    assert tokens == sorted(tokens), "the dealing relies on short rows coming first"
+    assert rows == pack_rows(lengths, 40, min_rows)
+
+
+@given(st.lists(st.integers(3, 40), min_size=1, max_size=60))
+def test_best_fit_leaves_no_two_rows_that_would_fit_into_one(lengths):
+    lengths = np.array(lengths)
+    tokens = [int(lengths[row].sum()) for row in pack_rows(lengths, 40)]
+    assert all(one + two > 40 for one, two in zip(tokens, tokens[1:], strict=False))
+
+
+def test_known_layouts():
+    assert pack_rows(np.array([3, 7, 5, 5, 4, 6]), 10) == [[1, 0], [2, 3], [5, 4]]
+    # The 4 goes to the row that it fills, not to the first that has room.
+    assert pack_rows(np.array([5, 6, 4]), 10) == [[0], [1, 2]]
+    assert pack_rows(np.array([2, 2, 2, 2]), 10, min_rows=2) == [[0, 2], [1, 3]]
+    assert pack_rows(np.array([2, 3, 9]), 10, min_rows=3) == [[0], [1], [2]]
+    lengths = np.array([6, 3, 3, 4, 4, 4, 20])
+    assert pack_rows(lengths, 24) == [[0, 4, 5, 1, 2], [6, 3]]
+    assert pack_rows(lengths, 24, min_rows=3) == [[3], [0, 4, 5, 1, 2], [6]]
+    assert pack_rows(lengths, 24, min_rows=4) == [[3], [0, 1], [4, 5, 2], [6]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_short_documents_fill_rows(seed):
+    """Documents of log-normal lengths, cut into pieces of at most a row: half of them short, a tenth full rows."""
+    documents = np.random.default_rng(seed).lognormal(5.3, 1.1, 256).astype(int) + 8
+    pieces = [piece for n in documents for piece in [512] * (n // 512) + [n % 512]]
+    lengths = np.array([n for n in pieces if n >= 10][:256])
+    rows = pack_rows(lengths, 512)
+    assert lengths.sum() / (512 * len(lengths)) < 0.62, "nothing to pack"
+    assert len(rows) <= np.ceil(lengths.sum() / 512) * 1.02 and lengths.sum() / (512 * len(rows)) >= 0.95
+
+
+def test_joining_writes_the_documents_side_by_side():
+    shape = 4, 8
+    batch = Batch(np.full(shape, -7), np.full(shape, IGNORED_LABEL), *(np.zeros(shape, np.int64) for _ in range(4)))
+    for row, n in enumerate((5, 3, 4, 6)):
+        batch.input_ids[row, :n] = 100 * (row + 1) + np.arange(n)
+        batch.labels[row, :n] = 1000 + batch.input_ids[row, :n]
+        batch.position_ids[row, :n] = np.arange(n)
+        batch.document_ids[row, :n], batch.sequence_ids[row, :n] = 1, row + 1
+    joined = join_samples(batch, np.array([2, 1, 1]), 10, pad_id=-7)
+    assert joined.document_ids.tolist() == [[1] * 5 + [2] * 3 + [0] * 2, [1] * 4 + [0] * 6, [1] * 6 + [0] * 4]
+    assert joined.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 0]
+    assert joined.sequence_ids[0].tolist() == [1] * 5 + [2] * 3 + [0] * 2
+    assert joined.input_ids[0].tolist() == [100, 101, 102, 103, 104, 200, 201, 202, -7, -7]
+    assert joined.labels[1].tolist() == [1300, 1301, 1302, 1303] + [IGNORED_LABEL] * 6
+    assert not joined.segment_ids.any()
+    assert all(field.dtype == np.int64 and field.shape == (3, 10) for field in joined.arrays())
+
+
+def test_micro_batches_of_all_ranks_are_of_one_size_and_smaller():
+    for world, micro in ((1, 8), (2, 8), (2, 32), (4, 4)):
+        ranks = [pack_loader(micro=micro, world=world, rank=rank).step(0) for rank in range(world)]
+        sizes = [[len(batch.input_ids) for batch in batches] for batches in ranks]
+        everything = [size for at_once in zip(*sizes, strict=True) for size in at_once]  # shortest rows first
+        assert everything == sorted(everything, reverse=True), "the parts of the shortest rows have one more"
+        assert min(everything) >= 1 and max(everything) - min(everything) <= 1
+        assert sum(everything) < 0.55 * 64 and max(everything) < micro
+
+
+def test_rows_are_cut_to_their_longest_nearly_full_and_the_same_again():
+    for made, seq_length in ((make_loader(), SEQ), (pack_loader(micro=2), PACKED_SEQ)):
+        widths = [batch.input_ids.shape[1] for batch in made.step(0)]
+        longest = [(batch.document_ids > 0).sum(axis=1).max() for batch in made.step(0)]
+        assert widths == [min(seq_length, -(-length // 8) * 8) for length in longest] and len(set(widths)) > 1
+    batches = pack_loader(micro=16).step(0)
+    tokens = sum(int((batch.document_ids > 0).sum()) for batch in batches)
+    assert tokens >= 0.95 * sum(batch.input_ids.size for batch in batches)
+    for one, other in zip(pack_loader().step(128), pack_loader().step(128), strict=True):
+        for a, b in zip(one.arrays(), other.arrays(), strict=True):
+            assert a.tobytes() == b.tobytes() and a.flags.c_contiguous

@@ -26,7 +26,8 @@ from megatron_ddrp.tasks.minimal_pairs.pairs import masked_rows
 from tests.datasets import write_dataset
 from tests.refusals import wrong_arguments
 from tests.sentencepiece_models import train_model
-from tests.unit.data.tokenizer_folders import ADDED, ALPHABET, BYTES, NAMES, byte_bpe, plain_bpe, unigram, write
+from tests.unit.data import tokenizer_folders as folders
+from tests.unit.data.tokenizer_folders import ADDED, ALPHABET, BYTES, NAMES, built, byte_bpe, numbered, plain_bpe, write
 
 WHOLE = "\u010a \U0001f680 na\u00efve \u4e2d\u6587 <c> [MASK] <u> \x00 the"
 
@@ -35,17 +36,8 @@ def refusal(folder, kind="HuggingFace"):
     return str(wrong_arguments(".", build_tokenizer, kind, tokenizer_model=folder))
 
 
-def built(folder, *made, **how):
-    """Return the tokenizer of a folder, which is written first if it is said what is made."""
-    return build_tokenizer("HuggingFace", tokenizer_model=write(folder, *made, **how) if made else folder)
-
-
-def numbered(*pieces):
-    return {piece: i for i, piece in enumerate(pieces)}
-
-
 OPEN = {"wordlevel": lambda: (models.WordLevel(numbered(*ADDED, "a"), "<u>"), None)}
-OPEN |= {"bpe": lambda: plain_bpe("abc", "<u>"), "unigram": lambda: unigram("abc", 4)}
+OPEN |= {"bpe": lambda: plain_bpe("abc", "<u>"), "unigram": lambda: folders.unigram("abc", 4)}
 CLOSED = {"byte-level": byte_bpe, "fallback": lambda: plain_bpe([*"abc", *BYTES], byte_fallback=True)}
 
 
@@ -139,9 +131,9 @@ def test_only_pieces_for_every_byte_exclude_unknown_text(tmp_path):
         (plain_bpe([*"abc", *BYTES]), False),  # the bytes are there and the rule is not
         (plain_bpe([*"abc", *BYTES[:100], *BYTES[101:]], byte_fallback=True), False),
         (plain_bpe([*"abc", *BYTES[:0xF5]], byte_fallback=True), True),
-        (unigram([*"abc", *BYTES], 4, byte_fallback=True), False),  # finds "<u>" in a text
-        (unigram([*"abc", *BYTES[1:]], 4, byte_fallback=True), False),
-        ((unigram(ALPHABET, 4)[0], pre_tokenizers.ByteLevel()), True),
+        (folders.unigram([*"abc", *BYTES], 4, byte_fallback=True), False),  # finds "<u>" in a text
+        (folders.unigram([*"abc", *BYTES[1:]], 4, byte_fallback=True), False),
+        ((folders.unigram(ALPHABET, 4)[0], pre_tokenizers.ByteLevel()), True),
     ]
     for number, (made, closed) in enumerate(rows):
         folder = write(tmp_path / str(number), made, NAMES | {"cls": "<u>"})
@@ -173,8 +165,8 @@ def test_sentencepiece_roles(tmp_path, options, shared):
 @pytest.mark.parametrize(
     ("made", "change", "reason"),
     [
-        (lambda: unigram("abc", 4), {"unk_id": None}, "its Unigram model fails .* unk_id is missing"),
-        (lambda: unigram([*"abc", *BYTES], 4, byte_fallback=True), {"unk_id": None}, "unk_id is missing"),
+        (lambda: folders.unigram("abc", 4), {"unk_id": None}, "its Unigram model fails .* unk_id is missing"),
+        (lambda: folders.unigram([*"abc", *BYTES], 4, byte_fallback=True), {"unk_id": None}, "unk_id is missing"),
         (OPEN["wordlevel"], {"unk_token": "<no>"}, "its WordLevel model fails .* unk_token is '<no>'"),
         (OPEN["bpe"], {"unk_token": "<no>"}, "its BPE model fails .* unk_token is '<no>'"),
         (lambda: byte_bpe(without("a")), {"unk_token": "<no>"}, "its BPE model fails"),
@@ -297,18 +289,10 @@ def bpe(pieces, splitter, **options):
     """Return a maker of a BPE tokenizer.json without merges: a piece is one character, with its mark."""
 
     def make(folder):
-        names = dict.fromkeys([*SPECIALS, *pieces])
-        return save(folder, models.BPE(numbered(*names), [], unk_token="[UNK]", **options), splitter)
+        model = models.BPE(numbered(*dict.fromkeys([*SPECIALS, *pieces])), [], unk_token="[UNK]", **options)
+        return built(folder, (model, splitter), {}, added=())
 
     return make
-
-
-def save(folder, model, splitter):
-    backend = RustTokenizer(model)
-    if splitter is not None:
-        backend.pre_tokenizer = splitter
-    backend.save(str(folder / "tokenizer.json"))
-    return built(folder)
 
 
 WITH_END = [*LETTERS, *(letter + "</w>" for letter in LETTERS)]
@@ -367,7 +351,7 @@ def test_a_vocabulary_without_marks_is_said_and_its_pieces_are_words(tmp_path, k
 
 def test_a_list_of_words_needs_no_marks_and_marks_may_be_at_ends_of_words(tmp_path):
     words = models.WordLevel(numbered(*SPECIALS, *TEXT.split()), "[UNK]")
-    tokenizer = save(tmp_path, words, pre_tokenizers.WhitespaceSplit())
+    tokenizer = built(tmp_path, (words, pre_tokenizers.WhitespaceSplit()), {}, added=())
     assert words_of(tokenizer, tokenizer.encode(TEXT)) == TEXT.split() and not warn_of_unmarked_words(tokenizer)
     bpe([*ALPHABET, "e\u0120", "s\u0120"], ENDS)(tmp_path)
     layout = json.loads((tmp_path / "tokenizer.json").read_text())

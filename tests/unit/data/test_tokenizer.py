@@ -1,22 +1,27 @@
 """Tokenizers: BERT's own ids on any Unicode, special tokens that text cannot produce, word starts, save and load."""
 
-import json
+import functools
 import pickle
 
 import numpy as np
 import pytest
+import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.implementations import BertWordPieceTokenizer
 
-from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, build_tokenizer, load_tokenizer
+from megatron_ddrp.data.tokenizers import libraries
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import warn_of_impossible
-from megatron_ddrp.errors import UserError
 from tests.datasets import shared_asset
 from tests.refusals import refused
 from tests.sentencepiece_models import train_model
+from tests.unit.data.tokenizer_folders import built, numbered
 
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCXYZ0123456789éñöşα中文한\u0301'.,-[]#@ß"
-VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "mask", "MASK", "the", "un", "##aff", "##able", "cafe"]
+VOCAB = [*SPECIALS, "mask", "MASK", "the", "un", "##aff", "##able", "cafe"]
 VOCAB += list(dict.fromkeys(LETTERS)) + [f"##{letter}" for letter in dict.fromkeys(LETTERS)]
 
 
@@ -34,53 +39,38 @@ def sentencepiece_model(tmp_path_factory):
     return path
 
 
-SPECIAL_STRINGS = ["[MASK]", "[CLS]", "[SEP]", "[UNK]", "[PAD]", "<s>", "</s>", "<unk>", "<pad>", "<mask>"]
-SPECIAL_STRINGS += ["##s", "\u2581the"]
-
-
 ODD = "👩\u200d🚀 🇫🇷 ❤\ufe0f \u202eabc\u202c \u3000 \x85 \ufeff x\u0301\u0323 \u1100\u1161 \u0e33 \ud7a3"
 ODD += " \U000e0041 \uffff 豈 \U0002f800"
+SPECIAL_STRINGS = [*SPECIALS, "<s>", "</s>", "<unk>", "<pad>", "<mask>", "##s", "\u2581the"]
 SENTENCES = ["the unaffable cafés", "naïve cats sat on 中文 mats", "don't [mask] the 🚀"]
-CHARACTERS = st.text(
-    st.one_of(
-        st.sampled_from(
-            LETTERS + " \t\n\r\x00\x0b\x1c\x7f\u00a0\u2028\u200b\u200d\ufffd\u0338\u0345\u1e9e\u0130\u03a3\ufb01_!~"
-        ),
-        st.sampled_from(ODD),
-        st.characters(exclude_categories=("Cs",)),
-    ),
-    max_size=40,
-)
-TRICKY = st.lists(st.one_of(CHARACTERS, st.sampled_from([*SPECIAL_STRINGS, ODD])), max_size=5).map("".join)
+KNOWN = LETTERS + " \t\n\r\x00\x0b\x1c\x7f\u00a0\u2028\u200b\u200d\ufffd\u0338\u0345\u1e9e\u0130\u03a3\ufb01_!~"
+LETTER = st.one_of(st.sampled_from(KNOWN), st.sampled_from(ODD), st.characters(exclude_categories=("Cs",)))
+PART = st.one_of(st.text(LETTER, max_size=40), st.sampled_from([*SPECIAL_STRINGS, ODD]))
+TRICKY = st.lists(PART, max_size=5).map("".join)
 
 
-@pytest.mark.parametrize("case", ["Lower", "Cased"])
+def packed(tokenizer, texts):
+    return [np.frombuffer(ids, tokenizer.dtype).tolist() for ids in tokenizer.encode_packed(texts)]
+
+
+@pytest.mark.parametrize("lower", [True, False])
 @settings(max_examples=150, deadline=None)
 @given(text=TRICKY)
 @example(text="UnAffable CAFÉ cafe\u0301s e\u0301.\u0301e =\u0338 a\x00b c\x1cd 中文a [MASK] [mask] ##s don't")
 @example(text="a" * 100 + " " + "a" * 101 + " " + "中" * 150)
-def test_ids_are_berts_own(vocab_file, case, text):
-    from tokenizers.implementations import BertWordPieceTokenizer
-
-    lower = case == "Lower"
-    ours = _wordpiece(vocab_file, lower)
-    vocab = {piece: i for i, piece in enumerate(VOCAB)}
+def test_ids_are_berts_own(vocab_file, lower, text):
+    ours, vocab = _wordpiece(vocab_file, lower), numbered(*VOCAB)
     theirs = BertWordPieceTokenizer(vocab, lowercase=lower, strip_accents=lower)
     theirs._tokenizer.encode_special_tokens = True  # ours never makes [MASK] of text
     expected = theirs.encode(text, add_special_tokens=False).ids
     assert ours.encode(text) == expected
     assert ours.encode(text) == expected, "the second look-up comes from the cache"
-    assert ours.encode_batch([text, text]) == [expected, expected]
-    assert [np.frombuffer(packed, ours.dtype).tolist() for packed in ours.encode_packed([text, ""])] == [expected, []]
+    assert ours.encode_batch([text, text]) == [expected, expected] and packed(ours, [text, ""]) == [expected, []]
 
 
-_built = {}
-
-
+@functools.cache
 def _wordpiece(vocab_file, lower):
-    if lower not in _built:
-        _built[lower] = build_tokenizer(f"BertWordPiece{'LowerCase' if lower else 'Case'}", vocab_file)
-    return _built[lower]
+    return build_tokenizer(f"BertWordPiece{'LowerCase' if lower else 'Case'}", vocab_file)
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +94,8 @@ def test_ids_equal_transformers(vocab_file, transformers_tokenizers, lower, text
 def test_decoded_text_and_a_full_cache_that_changes_no_ids(vocab_file, monkeypatch):
     tokenizer = _wordpiece(vocab_file, lower=True)
     assert tokenizer.decode(tokenizer.encode("the unaffable cafes")) == "the unaffable cafes"
-    from megatron_ddrp.data.tokenizers import libraries
-
     words = [f"the{i} cafés [MASK] 中{i}文" for i in range(50)]
-    expected = _wordpiece(vocab_file, True).encode_batch(words * 2)
+    expected = tokenizer.encode_batch(words * 2)
     monkeypatch.setattr(libraries, "CACHED_WORDS", 7)
     small = build_tokenizer("BertWordPieceLowerCase", vocab_file)
     assert small.encode_batch(words * 2) == expected and len(small._words) <= 7
@@ -116,8 +104,6 @@ def test_decoded_text_and_a_full_cache_that_changes_no_ids(vocab_file, monkeypat
 @pytest.fixture(scope="module", params=["unigram", "bpe"])
 def trained_sentencepiece(request, tmp_path_factory):
     """(our tokenizer, the library's processor) of a small model of that kind."""
-    import sentencepiece
-
     of_kind = {"unigram": {}, "bpe": {"model_type": "bpe", "byte_fallback": True}}[request.param]
     path = train_model(tmp_path_factory.mktemp(request.param) / "m.model", [*SENTENCES, "<s> tag"] * 20, **of_kind)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -130,29 +116,26 @@ def trained_sentencepiece(request, tmp_path_factory):
 def test_ids_equal_sentencepieces(trained_sentencepiece, text):
     ours, theirs = trained_sentencepiece
     expected = theirs.encode(text, out_type=int)
-    assert ours.encode(text) == expected
-    assert [np.frombuffer(packed, ours.dtype).tolist() for packed in ours.encode_packed([text, text])] == [expected] * 2
+    assert ours.encode(text) == expected and packed(ours, [text, text]) == [expected] * 2
 
 
 @pytest.fixture(scope="module", params=["byte-level BPE", "unigram", "WordPiece"])
 def trained_huggingface(request, tmp_path_factory):
     """(our tokenizer, the library's) of a small tokenizer.json of that kind."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    options = {"special_tokens": SPECIALS, "vocab_size": 80}
     if request.param == "byte-level BPE":
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=specials, initial_alphabet=alphabet)
+        options |= {"vocab_size": 300, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+        trainer = trainers.BpeTrainer(**options)
     elif request.param == "unigram":
         backend = Tokenizer(models.Unigram())
         backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
-        trainer = trainers.UnigramTrainer(vocab_size=80, special_tokens=specials, unk_token="[UNK]")
+        trainer = trainers.UnigramTrainer(unk_token="[UNK]", **options)
     else:
         backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-        trainer = trainers.WordPieceTrainer(vocab_size=80, special_tokens=specials)
+        trainer = trainers.WordPieceTrainer(**options)
     backend.train_from_iterator(SENTENCES * 9, trainer)
     folder = tmp_path_factory.mktemp("hf")
     backend.save(str(folder / "tokenizer.json"))
@@ -168,25 +151,19 @@ def test_ids_equal_tokenizers(trained_huggingface, text):
     never = set(ours.special_ids.tolist()) - {ours.unk_id}  # a unigram model may find "[MASK]" among its pieces
     expected = [ours.unk_id if i in never else i for i in theirs.encode(text, add_special_tokens=False).ids]
     assert ours.encode(text) == expected and ours.encode_batch([text, text]) == [expected] * 2
-    assert [np.frombuffer(packed, ours.dtype).tolist() for packed in ours.encode_packed([text])] == [expected]
-
-
-def check_spans(tokenizer, text):
-    """Spans go with the ids of `encode`, lie in the text, in order, and leave out only what has no piece."""
-    ids, spans = tokenizer.encode_with_spans(text)
-    assert ids == tokenizer.encode(text) and len(spans) == len(ids)
-    assert all(0 <= begin <= end <= len(text) for begin, end in spans)
-    assert spans == sorted(spans)
+    assert packed(ours, [text]) == [expected]
 
 
 @settings(max_examples=25, deadline=None)
 @given(text=TRICKY)
 @example(text=ODD)
 def test_spans_of_any_text(vocab_file, trained_sentencepiece, trained_huggingface, text):
-    for tokenizer in (_wordpiece(vocab_file, True), _wordpiece(vocab_file, False)):
-        check_spans(tokenizer, text)
-    check_spans(trained_sentencepiece[0], text)
-    check_spans(trained_huggingface[0], text)
+    """They go with the ids of `encode`, lie in the text, in order, and leave out only what has no piece."""
+    wordpieces = _wordpiece(vocab_file, True), _wordpiece(vocab_file, False)
+    for tokenizer in (*wordpieces, trained_sentencepiece[0], trained_huggingface[0]):
+        ids, spans = tokenizer.encode_with_spans(text)
+        assert ids == tokenizer.encode(text) and len(spans) == len(ids) and spans == sorted(spans)
+        assert all(0 <= begin <= end <= len(text) for begin, end in spans)
 
 
 UNICODE = "\U0001f680 Cafe\u0301s, na\u00efve \u4e2d\u6587 don't  the\u00a0cats"
@@ -195,11 +172,7 @@ UNICODE = "\U0001f680 Cafe\u0301s, na\u00efve \u4e2d\u6587 don't  the\u00a0cats"
 def test_spans_are_characters_of_the_text_as_given(vocab_file, trained_sentencepiece, trained_huggingface):
     """The text has a character beyond 16 bits, a combining accent, ideographs and doubled blanks."""
     words = ["\U0001f680", "Cafe\u0301s", ",", "na\u00efve", "\u4e2d\u6587", "don't", "the", "cats"]
-    for tokenizer in (
-        build_tokenizer("BertWordPieceLowerCase", vocab_file),
-        trained_sentencepiece[0],
-        trained_huggingface[0],
-    ):
+    for tokenizer in (_wordpiece(vocab_file, True), trained_sentencepiece[0], trained_huggingface[0]):
         ids, spans = tokenizer.encode_with_spans(UNICODE)
         covered = {i for begin, end in spans for i in range(begin, end)}
         for word in words:
@@ -213,10 +186,9 @@ def test_wordpiece_attributes(vocab_file):
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file)
     assert tokenizer.vocab_size == len(VOCAB) == len(tokenizer.pieces)
     roles = (tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id)
-    assert roles == (0, 1, 2, 3, 4)
-    assert tokenizer.special_ids.tolist() == [0, 1, 2, 3, 4]
+    assert roles == (0, 1, 2, 3, 4) == (*tokenizer.special_ids.tolist(),)
     assert tokenizer.word_starts.dtype == bool
-    assert [bool(flag) for flag in tokenizer.word_starts] == [not piece.startswith("##") for piece in VOCAB]
+    assert tokenizer.word_starts.tolist() == [not piece.startswith("##") for piece in VOCAB]
     assert tokenizer.fingerprint != build_tokenizer("BertWordPieceCase", vocab_file).fingerprint
 
 
@@ -235,12 +207,6 @@ def test_the_real_uncased_vocabulary_is_not_doubted(tmp_path):
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "v.txt")
     assert tokenizer.vocab_size == 30522 and tokenizer.count_impossible() == 0
     assert warn_of_impossible(tokenizer) is None
-
-
-def test_windows_line_ends_and_a_missing_last_newline_change_nothing(tmp_path, vocab_file):
-    (tmp_path / "v.txt").write_bytes(vocab_file.read_bytes().replace(b"\n", b"\r\n")[:-2])
-    other, tokenizer = (build_tokenizer("BertWordPieceCase", path) for path in (tmp_path / "v.txt", vocab_file))
-    assert other.fingerprint == tokenizer.fingerprint and other.pieces == VOCAB
 
 
 CLEAN = "".join(f"{piece}\n" for piece in VOCAB)
@@ -262,6 +228,9 @@ def test_blanks_around_pieces_and_a_byte_order_mark_are_no_text(tmp_path, vocab_
     ours, clean = (build_tokenizer("BertWordPieceLowerCase", path) for path in (tmp_path / "v.txt", vocab_file))
     assert ours.pieces == VOCAB and ours.fingerprint == clean.fingerprint
     assert ours.pieces[ours.encode("the")[0]] == "the"
+    (tmp_path / "v.txt").write_bytes(vocab_file.read_bytes().replace(b"\n", b"\r\n")[:-2])  # no last newline
+    other, clean = (build_tokenizer("BertWordPieceCase", path) for path in (tmp_path / "v.txt", vocab_file))
+    assert other.fingerprint == clean.fingerprint and other.pieces == VOCAB
 
 
 def test_a_blank_line_keeps_its_id_and_a_stripped_piece_twice_is_refused(tmp_path):
@@ -276,8 +245,8 @@ def test_a_blank_line_keeps_its_id_and_a_stripped_piece_twice_is_refused(tmp_pat
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_a_vocabulary_in_another_encoding_is_named(tmp_path, encoding):
     (tmp_path / "v.txt").write_bytes(CLEAN.encode(encoding))
-    with pytest.raises(UserError, match=rf"v.txt: in {encoding[:6].upper()}[BL]?E?, expected UTF-8; .*iconv -f"):
-        build_tokenizer("BertWordPieceCase", tmp_path / "v.txt")
+    line = rf"v.txt: in {encoding[:6].upper()}[BL]?E?, expected UTF-8; .*iconv -f"
+    refused(line, build_tokenizer, "BertWordPieceCase", tmp_path / "v.txt")
 
 
 def test_sentencepiece_appends_what_the_model_lacks(sentencepiece_model):
@@ -292,52 +261,30 @@ def test_sentencepiece_appends_what_the_model_lacks(sentencepiece_model):
     assert pickle.loads(pickle.dumps(tokenizer)).encode("I saw") == tokenizer.encode("I saw")
 
 
-def huggingface_file(folder, model, pre_tokenizer=None, specials=("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")):
-    from tokenizers import Tokenizer
-
-    backend = Tokenizer(model)
-    if pre_tokenizer is not None:
-        backend.pre_tokenizer = pre_tokenizer
-    backend.add_special_tokens(list(specials))
-    backend.enable_truncation(3)
-    folder.mkdir(exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
-    return folder
-
-
 def test_huggingface_reads_roles_and_ignores_specials_in_text(tmp_path):
-    from tokenizers import models, pre_tokenizers
-
     specials = ["<go>", "<end>", "<pad>", "<mask>", "<unk>"]
-    words = {word: i for i, word in enumerate([*specials, "a", "b", "c", "d"])}
-    model = models.WordLevel(words, unk_token="<unk>")
-    folder = huggingface_file(tmp_path / "hf", model, pre_tokenizers.WhitespaceSplit(), specials)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"cls_token": "<go>", "sep_token": {"content": "<end>"}}))
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=folder)
-    assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id) == (0, 1, 3)
+    model = models.WordLevel(numbered(*specials, *"abcd"), unk_token="<unk>")
+    cut = {"truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}}
+    made, named = (model, pre_tokenizers.WhitespaceSplit()), {"cls": "<go>", "sep": {"content": "<end>"}}
+    tokenizer = built(tmp_path / "hf", made, named, added=specials, change=lambda layout: layout.update(cut))
+    assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id) == (0, 1, 3) and tokenizer.word_starts.all()
     assert tokenizer.encode("a b c d") == [5, 6, 7, 8], "the file's truncation is not ours"
     assert tokenizer.encode_batch(["a <mask> b <go>"]) == [tokenizer.encode("a <mask> b <go>")] == [[5, 4, 6, 4]]
     assert pickle.loads(pickle.dumps(tokenizer)).encode("a <mask> b <go>") == [5, 4, 6, 4]
-    assert tokenizer.word_starts.all()
     tokenizer.save(tmp_path / "saved")
     again = load_tokenizer(tmp_path / "saved")
     assert again.cls_id == 0 and again.fingerprint == tokenizer.fingerprint
 
 
 def test_huggingface_word_starts(tmp_path):
-    from tokenizers import models, pre_tokenizers
-
-    named = [name for names in SPECIAL_PIECES.values() for name in names[:1]]
-    vocab = {piece: i for i, piece in enumerate([*named, "Ġa", "a", "##a", "▁a"])}
+    vocab = numbered(*SPECIALS, "Ġa", "a", "##a", "▁a")
     byte_level = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()])
-    expected = {
-        "byte": (models.BPE(vocab, []), byte_level, [True, False, False, False]),
-        "meta": (models.BPE(vocab, []), pre_tokenizers.Metaspace(), [False, False, False, True]),
-        "wordpiece": (models.WordPiece(vocab, unk_token="[UNK]"), None, [True, True, False, True]),
-    }
-    for name, (model, pre_tokenizer, starts) in expected.items():
-        folder = huggingface_file(tmp_path / name, model, pre_tokenizer)
-        tokenizer = build_tokenizer("HuggingFace", tokenizer_model=folder)
+    for name, made, starts in (
+        ("byte", (models.BPE(vocab, []), byte_level), [True, False, False, False]),
+        ("meta", (models.BPE(vocab, []), pre_tokenizers.Metaspace()), [False, False, False, True]),
+        ("wordpiece", (models.WordPiece(vocab, unk_token="[UNK]"), None), [True, True, False, True]),
+    ):
+        tokenizer = built(tmp_path / name, made, {}, added=SPECIALS)
         assert tokenizer.word_starts[5:].tolist() == starts, name
         assert np.all(tokenizer.word_starts[tokenizer.special_ids])
 
@@ -362,30 +309,25 @@ def test_a_changed_vocabulary_is_noticed(tmp_path, vocab_file):
 
 
 def test_mistakes_are_one_line(tmp_path, vocab_file):
-    def complaint(kind, content=None, **paths):
-        if content is not None:
-            (tmp_path / "file").write_bytes(content)
-        return str(refused(".", build_tokenizer, kind, **paths))
-
-    file = tmp_path / "file"
-    assert "lacks [CLS], [MASK];" in complaint("BertWordPieceCase", b"[PAD]\n[UNK]\n[SEP]\na\n", vocab_file=file)
-    assert "file:2: not UTF-8" in complaint("BertWordPieceCase", b"a\n\xff\n", vocab_file=file)
-    assert "file:2: a piece with a zero byte" in complaint("BertWordPieceCase", b"a\n\0\0b\n", vocab_file=file)
-    assert "empty" in complaint("BertWordPieceCase", b"", vocab_file=file)
-    twice = complaint("BertWordPieceCase", b"[PAD]\n[UNK]\nthe\r\na\nthe\r\n", vocab_file=file)
-    assert f"{file}:5: 'the' is already on line 3" in twice and "[unused-3]" in twice
-    assert "No such file" in complaint("BertWordPieceCase", vocab_file=tmp_path / "none")
-    assert complaint("BertWordPieceCase", tokenizer_model=vocab_file).endswith(
-        "needs --vocab-file (a local path); --tokenizer-model goes with --tokenizer-type SentencePiece or HuggingFace"
-    )
-    both = complaint("BertWordPieceCase", vocab_file=vocab_file, tokenizer_model="a.model")
-    assert both == (
-        "--tokenizer-model a.model has no effect beside --vocab-file: --tokenizer-model goes with "
-        "--tokenizer-type SentencePiece or HuggingFace; leave one of the two out"
-    )
-    assert "--vocab-file v.txt has no effect" in complaint("SentencePiece", vocab_file="v.txt", tokenizer_model=file)
-    assert "expected one of BertWordPieceLowerCase," in complaint("Bert", vocab_file=vocab_file)
-    for content in (b"junk", b""):
-        assert "not a SentencePiece model" in complaint("SentencePiece", content, tokenizer_model=file)
-    assert "not a tokenizer.json" in complaint("HuggingFace", b"{}", tokenizer_model=file)
-    assert "use --tokenizer-type BertWordPiece" in complaint("HuggingFace", tokenizer_model=vocab_file.parent)
+    file, cased = tmp_path / "file", "BertWordPieceCase"
+    goes_with = "--tokenizer-model goes with --tokenizer-type SentencePiece or HuggingFace"
+    no_effect = f"--tokenizer-model a.model has no effect beside --vocab-file: {goes_with}; leave one of the two out"
+    for words, kind, content, paths in (
+        (r"lacks \[CLS\], \[MASK\];", cased, b"[PAD]\n[UNK]\n[SEP]\na\n", {"vocab_file": file}),
+        ("file:2: not UTF-8", cased, b"a\n\xff\n", {"vocab_file": file}),
+        ("file:2: a piece with a zero byte", cased, b"a\n\0\0b\n", {"vocab_file": file}),
+        ("empty", cased, b"", {"vocab_file": file}),
+        (f"{file}:5: 'the' is already on line 3", cased, b"[PAD]\n[UNK]\nthe\r\na\nthe\r\n", {"vocab_file": file}),
+        (r"\[unused-3\]", cased, b"[PAD]\n[UNK]\nthe\r\na\nthe\r\n", {"vocab_file": file}),
+        ("No such file", cased, b"", {"vocab_file": tmp_path / "none"}),
+        (rf"needs --vocab-file \(a local path\); {goes_with}$", cased, b"", {"tokenizer_model": vocab_file}),
+        (f"^{no_effect}$", cased, b"", {"vocab_file": vocab_file, "tokenizer_model": "a.model"}),
+        ("--vocab-file v.txt has no effect", "SentencePiece", b"", {"vocab_file": "v.txt", "tokenizer_model": file}),
+        ("expected one of BertWordPieceLowerCase,", "Bert", b"", {"vocab_file": vocab_file}),
+        ("not a SentencePiece model", "SentencePiece", b"junk", {"tokenizer_model": file}),
+        ("not a SentencePiece model", "SentencePiece", b"", {"tokenizer_model": file}),
+        ("not a tokenizer.json", "HuggingFace", b"{}", {"tokenizer_model": file}),
+        ("use --tokenizer-type BertWordPiece", "HuggingFace", b"", {"tokenizer_model": vocab_file.parent}),
+    ):
+        file.write_bytes(content)
+        refused(words, build_tokenizer, kind, **paths)

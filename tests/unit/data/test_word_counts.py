@@ -20,18 +20,7 @@ from megatron_ddrp.data.batches import word_counts
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.batches.loader import Blend
 from megatron_ddrp.data.batches.samples import SampleIndex
-from megatron_ddrp.data.batches.word_counts import (
-    WordFinder,
-    count_rare_words,
-    find_occurrences,
-    open_rare_words,
-    shift_of,
-    split_remark,
-    split_shift,
-    unigram_loss,
-    unigram_shift,
-    usual_shift,
-)
+from megatron_ddrp.data.batches.word_counts import WordFinder, count_rare_words, find_occurrences, open_rare_words
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from tests.datasets import write_dataset
@@ -64,11 +53,6 @@ STARTS = np.array([True] * 8 + [False] * 2)
 FINDER = WordFinder(SimpleNamespace(word_starts=STARTS, word_ends=np.zeros(10, bool), special_ids=np.arange(5)))
 
 
-def write(folder, documents, name="d"):
-    """One dataset; a document is a list of sequences."""
-    return write_dataset(folder / name, documents)
-
-
 def counted(words):
     return {tuple(words.word(i + 1)): int(words.counts[i]) for i in range(len(words))}
 
@@ -92,42 +76,35 @@ def test_counts_are_those_of_a_loop_in_every_chunk_and_part(tmp_path, monkeypatc
     rng = np.random.default_rng(0)
     pieces = [UNK, A, A, A, B, C, X, X, Y]
     documents = [[rng.choice(pieces, rng.integers(1, 30)) for _ in range(rng.integers(1, 4))] for _ in range(60)]
-    parts = [(write(tmp_path, documents[:40], "one"), (3, 40)), (write(tmp_path, documents[40:], "two"), (0, 15))]
-    expected = words_by_loop([s for d in documents[3:55] for s in d])
-    told = []
+    one, two = write_dataset(tmp_path / "one", documents[:40]), write_dataset(tmp_path / "two", documents[40:])
+    parts, sequences, told = [(one, (3, 40)), (two, (0, 15))], sum(documents[3:55], []), []
+    expected = words_by_loop(sequences)
     assert counted(count_rare_words(parts, FINDER, (1, 10**9), told.append)) == dict(expected)
-    assert sum(told) == sum(len(s) for d in documents[3:55] for s in d)
+    assert sum(told) == sum(map(len, sequences))
     monkeypatch.setattr(word_counts, "_CHUNK_TOKENS", 50)
     monkeypatch.setattr(word_counts, "_MERGE_WORDS", 7)
     rare = {word: count for word, count in expected.items() if 2 <= count <= 9}
     assert len(rare) > 5 and any(len(word) > 2 for word in rare)
     assert counted(count_rare_words(parts, FINDER, (2, 9))) == rare
-
-
-def test_an_id_outside_the_vocabulary_is_refused_by_the_name_of_its_dataset(tmp_path):
-    parts = [(write(tmp_path, [[[A, X]]], "one"), (0, 1)), (write(tmp_path, [[[A], [10]]], "two"), (0, 1))]
-    refused("two: token ids from 5 to 10, but the vocabulary has 10 pieces", count_rare_words, parts, FINDER, (1, 9))
+    foreign = [(one, (0, 1)), (write_dataset(tmp_path / "foreign", [[[A], [10]]]), (0, 1))]
+    words = "foreign: token ids from 5 to 10, but the vocabulary has 10 pieces"
+    refused(words, count_rare_words, foreign, FINDER, (1, 9))
 
 
 def test_words_are_numbered_in_a_row_and_neither_pieces_nor_halves_are(tmp_path):
-    words = count_rare_words([(write(tmp_path, [[[A, B, X, C, X, Y]]]), (0, 1))], FINDER, (1, 1))
+    words = count_rare_words([(write_dataset(tmp_path / "d", [[[A, B, X, C, X, Y]]]), (0, 1))], FINDER, (1, 1))
     number = {tuple(words.word(i)): i for i in (1, 2, 3)}
     a, bx, cxy = number[(A,)], number[(B, X)], number[(C, X, Y)]
-    rows = np.array(
-        [
-            [CLS, A, B, X, B, X, C, X, Y, SEP],
-            [CLS, X, A, B, C, X, UNK, Y, SEP, PAD],  # B, and C X before [UNK], are other words
-            [CLS, Y, A, X, A, A, A, C, X, SEP],
-            [CLS, C, X, Y, A, A, A, B, X, SEP],  # goes on in the next row: perhaps B X X
-        ]
-    )
-    numbers = FINDER.number(words, rows, np.array([True, True, True, False]))
-    assert numbers.tolist() == [
-        [0, a, bx, -bx, bx, -bx, cxy, -cxy, -cxy, 0],
-        [0, 0, a, 0, 0, 0, 0, 0, 0, 0],
-        [0, 0, 0, 0, a, a, a, 0, 0, 0],
-        [0, cxy, -cxy, -cxy, a, a, a, 0, 0, 0],
-    ]
+    expected = {
+        (CLS, A, B, X, B, X, C, X, Y, SEP): [0, a, bx, -bx, bx, -bx, cxy, -cxy, -cxy, 0],
+        # B, and C X before [UNK], are other words.
+        (CLS, X, A, B, C, X, UNK, Y, SEP, PAD): [0, 0, a, 0, 0, 0, 0, 0, 0, 0],
+        (CLS, Y, A, X, A, A, A, C, X, SEP): [0, 0, 0, 0, a, a, a, 0, 0, 0],
+        # Goes on in the next row: perhaps B X X.
+        (CLS, C, X, Y, A, A, A, B, X, SEP): [0, cxy, -cxy, -cxy, a, a, a, 0, 0, 0],
+    }
+    numbers = FINDER.number(words, np.array([*expected]), np.array([True, True, True, False]))
+    assert numbers.tolist() == [*expected.values()]
 
 
 def batch_of(note_ids, document_ids, labels=None):
@@ -146,10 +123,8 @@ def test_windows_end_with_their_document_and_row():
     notes = [[0, 3, -3, 0, 0, 0, 1, 0, 0, 0], [2, 0, 0, 0, 0, 0, 0, 0, 3, -3]]
     documents = [[1, 1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 10]
     found = find_occurrences(batch_of(notes, documents), window=3)
-    assert found.words.tolist() == [3, 1, 2, 3]
-    assert found.windows.tolist() == [[0, 5], [5, 8], [10, 14], [15, 20]]
-    assert found.position_ids.tolist() == [1, 1, 0, 8]
-    assert found.sequence_ids.tolist() == [1, 2, 101, 101]
+    assert found.words.tolist() == [3, 1, 2, 3] and found.windows.tolist() == [[0, 5], [5, 8], [10, 14], [15, 20]]
+    assert found.position_ids.tolist() == [1, 1, 0, 8] and found.sequence_ids.tolist() == [1, 2, 101, 101]
     alone = find_occurrences(batch_of(notes, documents), window=0)
     assert alone.windows.tolist() == [[1, 3], [6, 7], [10, 11], [18, 20]]
     found = find_occurrences(batch_of([[0, 0]], [[1, 0]]), window=2)
@@ -157,12 +132,11 @@ def test_windows_end_with_their_document_and_row():
 
 
 def test_a_word_with_a_piece_to_predict_is_not_read_but_its_neighbour_is():
-    notes, documents = [[3, -3, 3, -3, 0, 2, 4, -4]], [[1] * 8]
-    labels = [[IGNORED_LABEL, 7, *[IGNORED_LABEL] * 2, 7, 7, *[IGNORED_LABEL] * 2]]
-    found = find_occurrences(batch_of(notes, documents, labels), window=1)
+    labels = np.full((1, 8), IGNORED_LABEL)
+    labels[0, [1, 4, 5]] = 7
+    found = find_occurrences(batch_of([[3, -3, 3, -3, 0, 2, 4, -4]], [[1] * 8], labels), window=1)
     assert found.words.tolist() == [3, 3, 2, 4], "masked words are still taken notes of"
-    assert found.read_places.tolist() == [2, 3, 6, 7]
-    assert found.read_words.tolist() == [3, 3, 4, 4]
+    assert (found.read_places.tolist(), found.read_words.tolist()) == ([2, 3, 6, 7], [3, 3, 4, 4])
 
 
 @pytest.fixture
@@ -172,17 +146,19 @@ def corpus(tiny_corpus):
     return [(dataset, (0, dataset.num_documents))], tokenizer
 
 
+def same_words(one, other):
+    return np.array_equal(one.hashes, other.hashes) and np.array_equal(one.pieces, other.pieces)
+
+
 def test_counts_are_kept_under_their_fingerprint(corpus, tmp_path, monkeypatch):
     parts, tokenizer = corpus
     words, first = open_rare_words(parts, tokenizer, (3, 9), tmp_path)
-    assert "counted into" in first
-    assert len(words) > 20 and set(words.counts.tolist()) <= set(range(3, 10))
+    assert "counted into" in first and len(words) > 20 and set(words.counts.tolist()) <= set(range(3, 10))
     other, _ = open_rare_words([(parts[0][0], (0, 300))], tokenizer, (3, 9), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2 and len(other) != len(words)
     monkeypatch.setattr(word_counts, "count_rare_words", None)  # from here on nothing may be counted
     again, line = open_rare_words(parts, tokenizer, (3, 9), tmp_path)
-    assert np.array_equal(again.hashes, words.hashes) and np.array_equal(again.pieces, words.pieces)
-    assert str(tmp_path) in line
+    assert same_words(again, words) and str(tmp_path) in line
     with pytest.raises(TypeError):
         open_rare_words(parts, tokenizer, (3, 10), tmp_path)
 
@@ -199,8 +175,7 @@ def test_a_damaged_cache_is_counted_again_with_a_notice(corpus, tmp_path, capsys
         capsys.readouterr()
         again, line = open_rare_words(*corpus, (3, 9), tmp_path)
         assert f"{path}: damaged, or from an earlier version; the words are counted again" in capsys.readouterr().err
-        assert np.array_equal(again.hashes, words.hashes) and np.array_equal(again.pieces, words.pieces)
-        assert path.read_bytes() == whole and f"counted into {path}" in line
+        assert same_words(again, words) and path.read_bytes() == whole and f"counted into {path}" in line
 
 
 def test_read_only_data_are_counted_at_every_start(corpus, tiny_corpus, monkeypatch):
@@ -238,39 +213,37 @@ def test_a_file_that_another_node_takes_away_is_left_to_it(corpus, tmp_path, mon
 def test_no_word_in_the_bounds_and_a_folder_that_cannot_be_written(corpus, tmp_path):
     line = "--notes-min-count 1000000 and --notes-max-count 2000000: .* wider"
     refused(line, open_rare_words, *corpus, (1000000, 2000000), tmp_path)
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    refused("--index-cache-dir", open_rare_words, *corpus, (3, 9), blocked)
+    (tmp_path / "file").touch()
+    refused("--index-cache-dir", open_rare_words, *corpus, (3, 9), tmp_path / "file")
 
 
 WORDS = 50
-
-
 MANY, FEW = [2, 3, 4, 7, 8, 0, 5, 5], [5, 6, 1, 1, 9, 9, 9, 9]
 SPECIAL = np.array([0, 1, 7])
 
 
+def entropy(pieces):
+    counts = Counter(pieces)
+    return -sum(count / len(pieces) * math.log(count / len(pieces)) for count in counts.values())
+
+
 @pytest.mark.parametrize(("weights", "copies"), [((1, 3), (1, 3)), (None, (9, 3))])
 def test_the_unigram_level_is_the_entropy_of_what_training_reads_without_special_pieces(weights, copies, tmp_path):
-    many = write_dataset(tmp_path / "many", [[MANY]] * 9)
-    few = write_dataset(tmp_path / "few", [[FEW]] * 3)
-    parts = [SampleIndex(one, (0, one.num_documents), 10) for one in (many, few)]
+    datasets = write_dataset(tmp_path / "many", [[MANY]] * 9), write_dataset(tmp_path / "few", [[FEW]] * 3)
+    parts = [SampleIndex(one, (0, one.num_documents), 10) for one in datasets]
     samples = Blend(parts, weights and [Fraction(weight) for weight in weights])
-    counts = Counter(piece for piece in MANY * copies[0] + FEW * copies[1] if piece not in SPECIAL)
-    total = sum(counts.values())
-    expected = -sum(count / total * math.log(count / total) for count in counts.values())
-    assert unigram_loss(samples, SPECIAL, 10) == pytest.approx(expected, abs=1e-9)
+    expected = entropy([piece for piece in MANY * copies[0] + FEW * copies[1] if piece not in SPECIAL])
+    assert word_counts.unigram_loss(samples, SPECIAL, 10) == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_level_is_that_of_all_text_and_of_as_many_tokens_whatever_their_rows(tmp_path, monkeypatch):
     dataset = text(tmp_path, "words", (90, None), length=15)
-    counts = Counter(piece for number in range(len(dataset)) for piece in dataset[number].tolist())
-    total = sum(counts.values())
-    expected = -sum(count / total * math.log(count / total) for count in counts.values())
-    for most in (total, total - 1, 400):
+    pieces = np.concatenate(list(dataset)).tolist()
+    samples = {row: Blend([SampleIndex(dataset, (0, 90), row)]) for row in (17, 64, 128, 2048)}
+    for most in (len(pieces), len(pieces) - 1, 400):
         monkeypatch.setattr(word_counts, "MOST_TOKENS", most)
-        levels = {unigram_loss(Blend([SampleIndex(dataset, (0, 90), row)]), [], row) for row in (17, 64, 128, 2048)}
-        assert len(levels) == 1 and (levels.pop() == pytest.approx(expected, abs=0.01)) == (most > 400)
+        levels = {word_counts.unigram_loss(of_rows, [], row) for row, of_rows in samples.items()}
+        assert len(levels) == 1 and (levels.pop() == pytest.approx(entropy(pieces), abs=0.01)) == (most > 400)
 
 
 def slow_shift(predicted, own, other):
@@ -297,10 +270,8 @@ OTHER = np.random.default_rng(0).permutation(WORDS)
 
 def text(folder, name, *kinds, length=40):
     """A dataset of documents; each kind is (number of documents, order of the ids)."""
-    documents = [
-        [zipf([number, k], length, order)] for k, (count, order) in enumerate(kinds) for number in range(count)
-    ]
-    return write_dataset(folder / name, documents)
+    numbered = [(number, k, order) for k, (count, order) in enumerate(kinds) for number in range(count)]
+    return write_dataset(folder / name, [[zipf([number, k], length, order)] for number, k, order in numbered])
 
 
 def halves(dataset, first):
@@ -310,36 +281,40 @@ def halves(dataset, first):
 
 
 def test_the_shift_is_that_of_a_slow_loop_and_ids_of_a_damaged_file_cost_no_memory():
-    own, other, predicted = zipf(1, 300), zipf(2, 300, OTHER), zipf(3, 200)
+    shift = word_counts.unigram_shift
+    own, other, predicted, third = zipf(1, 300), zipf(2, 300, OTHER), zipf(3, 200), zipf(2, 300)
     expected = slow_shift(predicted.tolist(), own.tolist(), other.tolist())
-    assert unigram_shift(predicted, own, other) == pytest.approx(expected, rel=1e-12)
-    assert unigram_shift(predicted, other, own) == pytest.approx(-expected, rel=1e-12)
-    longer = np.repeat(other, 3)  # thinned to one of each three
-    assert unigram_shift(predicted, own, longer) == pytest.approx(expected, rel=1e-12)
-    assert unigram_shift(predicted, np.repeat(own, 3), other) == pytest.approx(expected, rel=1e-12)
-    own, other, predicted = (ids.astype(np.int32) for ids in (zipf(1, 300), zipf(2, 300), zipf(3, 200)))
-    sound = unigram_shift(predicted, own, other)
+    # Longer ones are thinned to one of each three.
+    for left, right in ((own, other), (own, np.repeat(other, 3)), (np.repeat(own, 3), other)):
+        assert shift(predicted, left, right) == pytest.approx(expected, rel=1e-12)
+    assert shift(predicted, other, own) == pytest.approx(-expected, rel=1e-12)
+    own, third, predicted = (ids.astype(np.int32) for ids in (own, third, predicted))
+    sound = shift(predicted, own, third)
     predicted[7], own[5] = -3, 2**31 - 1
-    assert unigram_shift(predicted, own, other) == pytest.approx(sound, abs=0.05)
+    assert shift(predicted, own, third) == pytest.approx(sound, abs=0.05)
 
 
 def test_the_shift_of_much_text_is_the_divergence_of_its_distribution():
     shares = 1 / np.arange(1, WORDS + 1)
     shares /= shares.sum()
     divergence = (shares * np.log(shares / shares[np.argsort(OTHER)])).sum()
-    shift = unigram_shift(zipf(1, 200_000), zipf(2, 200_000), zipf(3, 200_000, OTHER))
-    assert shift == pytest.approx(divergence, abs=0.02)
-    assert unigram_shift(zipf(1, 200_000), zipf(2, 200_000), zipf(3, 200_000)) == pytest.approx(0, abs=0.01)
+    for order, expected, within in ((OTHER, divergence, 0.02), (None, 0, 0.01)):
+        shift = word_counts.unigram_shift(zipf(1, 200_000), zipf(2, 200_000), zipf(3, 200_000, order))
+        assert shift == pytest.approx(expected, abs=within)
 
 
 def remark(training, validation):
-    return split_remark(training, validation, split_shift(training, validation))
+    return word_counts.split_remark(training, validation, word_counts.split_shift(training, validation))
+
+
+def shift_of(training, validation):
+    return word_counts.shift_of(validation, 0, len(validation), training)
 
 
 def test_another_kind_of_text_is_told_with_both_shifts(tmp_path):
     training, validation = halves(text(tmp_path, "two", (400, None), (40, OTHER)), 400)
     line = remark(training, validation) or ""
-    shift, usual = shift_of(validation, 0, len(validation), training), usual_shift(training, len(validation))
+    shift, usual = shift_of(training, validation), word_counts.usual_shift(training, len(validation))
     assert shift > 0.5 > 0.05 > usual
     assert line.startswith(f"{tmp_path}/two: the validation text is of another kind than the training text")
     assert f"off by {shift:.2f} nats per piece; {max(usual, 0):.2f} is usual" in line and "\n" not in line
@@ -349,36 +324,31 @@ def test_text_of_one_kind_or_that_changes_as_much_and_little_text_are_not_told(t
     assert remark(*halves(text(tmp_path, "one", (440, None)), 400)) is None
     generator = np.random.default_rng(1)
     kinds = [(40, generator.permutation(WORDS)) for _ in range(11)]  # as novels: each its own
-    training, validation = halves(text(tmp_path, "many", *kinds), 400)
-    assert shift_of(validation, 0, len(validation), training) > 0.2
-    assert remark(training, validation) is None
+    parts = halves(text(tmp_path, "many", *kinds), 400)
+    assert shift_of(*parts) > 0.2 and remark(*parts) is None
     assert remark(*halves(text(tmp_path, "tiny", (9, None), (40, OTHER)), 9)) is None
-
-
-@pytest.mark.parametrize(("documents", "told"), [(19, False), (20, True)])
-def test_a_few_documents_are_not_judged(tmp_path, documents, told):
-    dataset = text(tmp_path, "few", (400, None), (documents, OTHER))
-    assert bool(remark(*halves(dataset, 400))) == told
-    with_short = text(tmp_path, "short", (400, None), (documents - 1, OTHER), (30, None), length=40)
-    cut = write_dataset(
-        tmp_path / "cut", [[with_short.get(i)[: 40 if i < 399 + documents else 4]] for i in range(len(with_short))]
-    )
-    assert remark(*halves(cut, 400)) is None  # documents under 8 tokens do not count
+    for documents, told in ((19, False), (20, True)):
+        dataset = text(tmp_path, "few", (400, None), (documents, OTHER))
+        assert bool(remark(*halves(dataset, 400))) == told, "a few documents are not judged"
+        short = text(tmp_path, "short", (400, None), (documents - 1, OTHER), (30, None))
+        cut = [[short.get(i)[: 40 if i < 399 + documents else 4]] for i in range(len(short))]
+        cut = write_dataset(tmp_path / "cut", cut)
+        assert remark(*halves(cut, 400)) is None, "documents under 8 tokens do not count"
 
 
 def test_a_corpus_tells_it_for_each_dataset_that_split_divides(prose_then_code, tiny_corpus):
+    gaps, tiny = [], str(tiny_corpus.prefix)
+
     def remarks(logging=None, **data):
-        config = Config().replace(data=data, model={"seq_length": 48}, logging=logging or {})
-        corpus = Corpus.open(config)
+        corpus = Corpus.open(Config().replace(data=data, model={"seq_length": 48}, logging=logging or {}))
         gaps.append(corpus.validation_gap)
         return corpus.split_remarks()
 
-    gaps = []
-    line, shared = remarks(data_path=("1", str(tiny_corpus.prefix), "3", prose_then_code))
+    line, shared = remarks(data_path=("1", tiny, "3", prose_then_code))
     assert line.startswith(f"{prose_then_code}: the validation text") and f"off by {gaps[0]:.2f} nats" in line
     assert "1 input files (corpus.jsonl) is also in" in shared and "--split divides each on its own" in shared
-    assert remarks(data_path=(prose_then_code,), logging={"eval_interval": 0}) == []
-    assert remarks(data_path=(prose_then_code,), logging={"eval_iters": 0}) == []
-    (line,) = remarks(train_data_path=(str(tiny_corpus.prefix),), valid_data_path=(prose_then_code,), split=None)
+    for logging in ({"eval_interval": 0}, {"eval_iters": 0}):
+        assert remarks(logging, data_path=(prose_then_code,)) == []
+    (line,) = remarks(train_data_path=(tiny,), valid_data_path=(prose_then_code,), split=None)
     assert gaps[1:] == [None] * 3
-    assert line.startswith(f"{prose_then_code}: 1 of its 2 input files (corpus.jsonl) is also in {tiny_corpus.prefix}")
+    assert line.startswith(f"{prose_then_code}: 1 of its 2 input files (corpus.jsonl) is also in {tiny}")
