@@ -64,4 +64,4 @@ tests=()
 for field in films products editorials tweets; do tests+=("$field=test-$field.csv"); done
 megatron-ddrp finetune --train train.csv --valid valid.csv --test "${tests[@]}" --load "${encoders[@]}" --output-dir scores \
     --batch-size 16 --lr 5e-5 --epochs 4 --seeds "$SEEDS" --max-seq-length 64
-python "$here/gains.py" scores/runs.jsonl minilm "${ARMS[@]}" | tee gains.md
+python "$here/gains.py" scores minilm "${ARMS[@]}" | tee gains.md
