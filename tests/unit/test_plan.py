@@ -15,19 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ddrp import train
 from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.commands import options as advice
 from megatron_ddrp.commands import planning as speed
-from megatron_ddrp.commands.options import (
-    EPOCHS,
-    PLAIN,
-    SHAPES,
-    Plan,
-    Shape,
-    best_shape,
-    recipe,
-    recipe_for_text,
-    rows_per_rank,
-    training_command,
-)
+from megatron_ddrp.commands.options import EPOCHS, PLAIN, SHAPES, Shape, best_shape, recipe
 from megatron_ddrp.commands.plan import main
 from megatron_ddrp.commands.planning import FULL, PresentDevice
 from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig, flag_words
@@ -49,39 +39,30 @@ from tests.refusals import refused, wrong_arguments
 from tests.unit.model.tiny import tiny_batch, tiny_config
 
 
-def planned(capsys: pytest.CaptureFixture[str], line: str) -> tuple[Plan, str]:
-    """The plan for a command line, and what it prints."""
-    plan = main(line.split())
-    return plan, capsys.readouterr().out
+def planned(capsys, line):
+    """Return the plan for a command line, and what it prints."""
+    return main(line.split()), capsys.readouterr().out
 
 
 def test_more_text_suggests_no_smaller_shape_and_repeated_text_is_worth_less() -> None:
-    sizes = [recipe_for_text(tokens)["hidden_size"] for tokens in map(int, (1e5, 1e6, 17e6, 50e6, 200e6, 1e9))]
+    sizes = [advice.recipe_for_text(tokens)["hidden_size"] for tokens in map(int, (1e5, 1e6, 17e6, 50e6, 200e6, 1e9))]
     assert sizes == sorted(sizes) and sizes[2:5] == [384, 512, 768]
-    many = dict.fromkeys(SHAPES, 40 * 50e6)
-    assert best_shape(many, 50e6) == Shape(8, 512, 8), "12 x 768 is better by less than a tie"
-    assert best_shape(dict.fromkeys(SHAPES, 40 * 4000000000.0), 4e9) == SHAPES[-1]
+    for tokens, best in ((50e6, Shape(8, 512, 8)), (4e9, SHAPES[-1])):  # 12 x 768 is better by less than a tie
+        assert best_shape(dict.fromkeys(SHAPES, 40 * tokens), tokens) == best
     # With few steps for the larger shape it loses, however many epochs the smaller one takes beyond the first few.
     small, large = SHAPES[1], SHAPES[4]
     assert best_shape({small: 1e9, large: 1e7}, 50e6) == small
     assert best_shape({small: 4e9, large: 1e9}, 50e6) == large
 
 
-@pytest.mark.parametrize(
-    ("seen", "ranks", "rows"), [(1e6, 1, 16), (1e9, 1, 256), (1e12, 1, 4096), (1e12, 8, 512), (1e6, 64, 1)]
-)
-def test_the_batch_is_a_power_of_two_that_makes_many_steps(seen: float, ranks: int, rows: int) -> None:
-    assert rows_per_rank(seen, 128, ranks) == rows
+def test_the_batch_is_a_power_of_two_that_makes_many_steps_and_wide_models_get_half_the_rate() -> None:
+    given = [(1e6, 1), (1e9, 1), (1e12, 1), (1e12, 8), (1e6, 64)]
+    assert [advice.rows_per_rank(seen, 128, ranks) for seen, ranks in given] == [16, 256, 4096, 512, 1]
+    rates = [recipe(Shape(2, width, 2), 1e6, 128, 16, 16)["lr"] for width in (128, 512, 768, 1024)]
+    assert rates == [1e-3, 1e-3, 5e-4, 5e-4]
 
 
-@pytest.mark.parametrize(("width", "rate"), [(128, 1e-3), (512, 1e-3), (768, 5e-4), (1024, 5e-4)])
-def test_wide_models_get_half_the_rate(width: int, rate: float) -> None:
-    assert recipe(Shape(2, width, 2), 1e6, 128, 16, 16)["lr"] == rate
-
-
-def test_the_planned_models_export_as_a_plain_family_and_the_papers_method_is_two_flags(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_planned_models_export_as_a_plain_family_and_the_papers_method_is_two_flags(capsys):
     """Whole exports of such models are in tests/unit/conversion; here that the plan's settings are of their family."""
     for shape in SHAPES:
         config = config_of(recipe(shape, 1e6, 128, 16, 16)).with_vocabulary(32000)
@@ -89,28 +70,30 @@ def test_the_planned_models_export_as_a_plain_family_and_the_papers_method_is_tw
         assert FAMILIES["modernbert"].refusal(config.model, "masked-lm") is None
     _, text = planned(capsys, "--tokens 50M --device t4 --max-layers 2")
     (paper,) = re.findall(r"the paper's method: (.*) behind a command", text)
-    command = shlex.split(text.splitlines()[-1])[2:]
-    config = parse_arguments([*command, *shlex.split(paper)]).config
+    config = parse_arguments([*shlex.split(text.splitlines()[-1])[2:], *shlex.split(paper)]).config
     assert (config.model.position_encoding, config.objective.objective) == ("ddrp", "mth")
 
 
-def test_the_largest_micro_batch_fits_and_the_next_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def gigabytes(config: Config) -> float:
+    return estimated_needs(Setup.planned(config, 1, "cuda"))[1].total / 2**30
+
+
+def test_the_largest_micro_batch_fits_and_the_next_one_does_not(capsys):
     plan, _ = planned(capsys, "--tokens 50M --vocab-size 32000 --device rtx-3060 --max-layers 4")
     for row in plan.rows:
-        words = shlex.split(f"--num-layers {row['num_layers']} --hidden-size {row['hidden_size']} --bf16")
-        words += shlex.split(f"--num-attention-heads {row['num_attention_heads']} --seq-length 128 --dry-run")
-        words += ["--vocab-size", "32000", "--attention-backend", "triton", *flag_words(PLAIN.items())]
-
-        def needs(rows: int, words: list[str] = words) -> float:
-            batch = ["--micro-batch-size", str(rows), "--global-batch-size", str(rows)]
-            return estimated_needs(Setup.planned(parse_arguments([*words, *batch]).config, 1, "cuda"))[1].total / 2**30
-
-        assert needs(row["largest_micro_batch"]) <= FULL * 12 < needs(2 * row["largest_micro_batch"])
-        assert needs(row["micro_batch_size"]) == pytest.approx(row["memory_gib"])
+        shape = {name: row[name] for name in ("num_layers", "hidden_size", "num_attention_heads")}
+        shape |= {"seq_length": 128, "bf16": True, "attention_backend": "triton", **PLAIN}
+        largest, needs = row["largest_micro_batch"], {}
+        for rows in (largest, 2 * largest, row["micro_batch_size"]):
+            sizes = {"micro_batch_size": rows, "global_batch_size": rows}
+            words = ["--dry-run", "--vocab-size", "32000", *flag_words((shape | sizes).items())]
+            needs[rows] = gigabytes(parse_arguments(words).config)
+        assert needs[largest] <= FULL * 12 < needs[2 * largest]
+        assert needs[row["micro_batch_size"]] == pytest.approx(row["memory_gib"])
 
 
 @pytest.mark.parametrize("device", ["rtx-3060", "t4"])
-def test_the_printed_commands_are_pretrains_and_end_in_time(capsys: pytest.CaptureFixture[str], device: str) -> None:
+def test_the_printed_commands_are_pretrains_and_end_in_time(capsys, device):
     plan, text = planned(capsys, f"--tokens 50M --vocab-size 32000 --device {device} --hours 3 --max-layers 6")
     command = shlex.split(text.splitlines()[-1])
     config = parse_arguments(command[2:]).config
@@ -126,60 +109,50 @@ def test_the_printed_commands_are_pretrains_and_end_in_time(capsys: pytest.Captu
     assert "0.000 s" not in text and not re.search(r"\b0s|\b0 hours|unknown", text)
 
 
-def test_ranks_share_the_batch_and_the_launcher_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    one, eight, many = (
-        planned(capsys, f"--tokens 2B --device a100 --world-size {ranks} --hours 1 --max-layers 4")
-        for ranks in (1, 8, 16)
-    )
-    assert eight[1].splitlines()[-1].split()[:5] == ["deepspeed", "--num_gpus", "8", "--module", "megatron_ddrp"]
-    assert many[1].splitlines()[-1].split()[:3] == ["deepspeed", "--hostfile", "hosts"]
-    small = [plan.rows[1] for plan, _ in (one, eight)]
-    assert small[1]["epochs"] > 4 * small[0]["epochs"]
+def test_ranks_share_the_batch_and_the_launcher_is_named(capsys):
+    line = "--tokens 2B --device a100 --hours 1 --max-layers 4 --world-size"
+    (one, _), (eight, on_eight), (_, on_many) = (planned(capsys, f"{line} {ranks}") for ranks in (1, 8, 16))
+    assert on_eight.splitlines()[-1].lstrip().startswith("deepspeed --num_gpus 8 --module megatron_ddrp ")
+    assert on_many.splitlines()[-1].lstrip().startswith("deepspeed --hostfile hosts ")
+    assert eight.rows[1]["epochs"] > 4 * one.rows[1]["epochs"]
 
 
-def test_shapes_that_do_not_fit_are_counted(capsys, monkeypatch):
-    monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(DEVICES["l4"], memory=1.0))
+def test_shapes_that_do_not_fit_are_counted_and_a_shape_leaves_a_part_of_the_memory_free(capsys, monkeypatch):
+    """`share` of the memory is what one row per micro-batch of the second shape needs."""
+    line, l4 = "--tokens 50M --vocab-size 32000 --device l4 --max-layers 4", DEVICES["l4"]
+    row = planned(capsys, line)[0].rows[1]
+    config = config_of(recipe(SHAPES[1], 1, 128, row["global_batch_size"], 1) | {"bf16": True}).with_vocabulary(32000)
+    needed = gigabytes(with_chosen_backend(config, l4))
+    for share, count in ((FULL - 0.01, 2), (FULL + 0.01, 1)):
+        monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(l4, memory=needed / share))
+        assert len(planned(capsys, line)[0].rows) == count
+    monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(l4, memory=1.0))
     plan, text = planned(capsys, "--tokens 50M --device l4")
     assert [row["hidden_size"] for row in plan.rows] == [128, 256, 384, 512][: len(plan.rows)]
     assert f"{5 - len(plan.rows)} larger shapes do not fit" in text
 
 
-@pytest.mark.parametrize(("share", "fits"), [(FULL - 0.01, True), (FULL + 0.01, False)])
-def test_a_shape_leaves_a_part_of_the_memory_free(share, fits, capsys, monkeypatch):
-    """`share` of the memory is what one row per micro-batch of the second shape needs."""
-    line = "--tokens 50M --vocab-size 32000 --device l4 --max-layers 4"
-    row = planned(capsys, line)[0].rows[1]
-    config = config_of(recipe(SHAPES[1], 1, 128, row["global_batch_size"], 1) | {"bf16": True}).with_vocabulary(32000)
-    needed = estimated_needs(Setup.planned(with_chosen_backend(config, DEVICES["l4"]), 1, "cuda"))[1].total / 2**30
-    monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(DEVICES["l4"], memory=needed / share))
-    assert len(planned(capsys, line)[0].rows) == 1 + fits
+MISTAKES = {
+    "--device l4": "--tokens",
+    "--tokens many --device l4": "a number such as 50M",
+    "--tokens 2,5M --device l4": "a number such as 50M",
+    "--tokens 0 --device l4": r"--tokens is 0\.0",
+    "--tokens 50M --device rtx-306": "rtx-3060",
+    "--tokens 50M --world-size 2": "--world-size needs --device",
+    "--tokens 50M --device l4 --hours 0": "--hours is 0",
+}
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--device l4", "--tokens"),
-        ("--tokens many --device l4", "a number such as 50M"),
-        ("--tokens 2,5M --device l4", "a number such as 50M"),
-        ("--tokens 0 --device l4", "--tokens is 0.0"),
-        ("--tokens 50M --device rtx-306", "rtx-3060"),
-        ("--tokens 50M --world-size 2", "--world-size needs --device"),
-        ("--tokens 50M --device l4 --hours 0", "--hours is 0"),
-    ],
-)
-def test_a_mistake_is_one_line(line: str, message: str) -> None:
-    wrong_arguments(re.escape(message), main, line.split())
-
-
-def test_too_little_time_is_an_error_that_says_so() -> None:
+def test_a_mistake_or_too_little_time_is_one_line() -> None:
+    for line, message in MISTAKES.items():
+        wrong_arguments(message, main, line.split())
     line = "--tokens 50M --device t4 --hours 0.00001"
     refused("200 steps on T4 in 1e-05 hours.*more --hours", main, line.split())
 
 
 def test_what_is_here_is_measured_and_the_rest_has_its_speed(capsys, monkeypatch):
     """One real measurement of a tiny shape; a larger one would take longer than the patience."""
-    tiny, small = Shape(1, 16, 2), Shape(2, 32, 2)
-    monkeypatch.setattr("megatron_ddrp.commands.planning.SHAPES", (tiny, small))
+    monkeypatch.setattr("megatron_ddrp.commands.planning.SHAPES", (Shape(1, 16, 2), Shape(2, 32, 2)))
     monkeypatch.setattr(speed, "PATIENCE", 0.0)
     monkeypatch.setattr(speed, "DOCUMENTS", 20)
     plan, text = planned(capsys, "--tokens 5M --vocab-size 200 --hours 1 --seq-length 16")
@@ -204,7 +177,7 @@ def test_the_median_of_the_steps_after_the_first_counts(monkeypatch: pytest.Monk
 
 
 def test_the_command_behind_a_dataset_fits_its_tokens(tiny_corpus: Any) -> None:
-    words = shlex.split(training_command(str(tiny_corpus.prefix), 17_000_000, 40_000))
+    words = shlex.split(advice.training_command(str(tiny_corpus.prefix), 17_000_000, 40_000))
     config = parse_arguments(words[2:]).config
     assert (config.model.num_layers, config.model.hidden_size) == (6, 384)
     assert config.data.packing and config.model.layernorm_position == "pre"
@@ -222,7 +195,7 @@ def test_a_plan_reads_the_text_as_often_as_it_says(
     documents = lengths * (60_000 // sum(lengths))
     dataset = write_dataset(tmp_path / "text", [[np.zeros(length)] for length in documents])
     samples = SampleIndex(dataset, (0, len(documents)), 128)
-    plain = recipe_for_text(dataset.num_tokens, dataset.num_documents)
+    plain = advice.recipe_for_text(dataset.num_tokens, dataset.num_documents)
     plan, _ = planned(capsys, f"--tokens {dataset.num_tokens} --device t4 --data-path {tmp_path}/text")
     for settings in (plain, plan.settings):
         sequences = settings["train_iters"] * settings["global_batch_size"]
@@ -232,15 +205,14 @@ def test_a_plan_reads_the_text_as_often_as_it_says(
 
 
 ROWS, LENGTH, PREDICTED = 3, 8, 2
-SIZES = {"seq_length": LENGTH, "relative_distance": 3, "attention_backend": "eager", "hidden_size": 24}
-OF_ENCODING = {"deberta-v2": {"relative_distance": 2 * LENGTH}}
-"""With so many buckets each offset has its own; eager attention multiplies by each offset in any case."""
 
 
 def configuration(encoding, objective="mlm", **changes):
     settings = {"objective": objective, "mask_prob": PREDICTED / LENGTH, "generator_size": 0.5}
-    sizes = SIZES | OF_ENCODING.get(encoding, {}) | changes
-    model = tiny_config(position_encoding=encoding, **sizes)
+    sizes = {"seq_length": LENGTH, "relative_distance": 3, "attention_backend": "eager", "hidden_size": 24}
+    if encoding == "deberta-v2":  # so many buckets that each offset has its own; eager attention multiplies by each
+        sizes["relative_distance"] = 2 * LENGTH
+    model = tiny_config(position_encoding=encoding, **sizes | changes)
     return Config(model=model, objective=ObjectiveConfig(**settings))
 
 
@@ -258,8 +230,7 @@ def counted(config):
 def of_projected_tables(model, forward_only=0):
     """FLOP of the projections of DeBERTa's table, which no token pays for: trained once a layer."""
     rows = 2 * LENGTH - 1 if model.position_encoding == "deberta-v2" else 2 * model.relative_distance
-    products = 2 * 2 * rows * model.hidden_size**2
-    return products * (3 * model.num_layers + forward_only)
+    return 2 * 2 * rows * model.hidden_size**2 * (3 * model.num_layers + forward_only)
 
 
 def once_per_batch(config):
@@ -276,12 +247,10 @@ def once_per_batch(config):
     return of_projected_tables(model, forward_only=1)  # the last layer's, whose ordinary output nobody reads
 
 
-CASES = [(encoding, "mlm") for encoding in ENCODINGS] + [
-    (encoding, name) for encoding in ("ddrp", "deberta") for name in ("electra", "rtd")
-]
+GENERATING = [(encoding, name) for encoding in ("ddrp", "deberta") for name in ("electra", "rtd")]
 
 
-@pytest.mark.parametrize(("encoding", "objective"), CASES)
+@pytest.mark.parametrize("encoding, objective", [*((encoding, "mlm") for encoding in ENCODINGS), *GENERATING])
 def test_the_closed_forms_equal_what_torch_counts(encoding, objective):
     config = configuration(encoding, objective)
     assert flop_of_rows(config, [(ROWS, LENGTH)]) + once_per_batch(config) == pytest.approx(counted(config), rel=1e-12)
@@ -289,8 +258,7 @@ def test_the_closed_forms_equal_what_torch_counts(encoding, objective):
 
 def test_each_part_of_the_model_has_its_own_term():
     """Leaving a part out of the model takes its term, and no other, from torch's count."""
-    tokens, whole = ROWS * LENGTH, configuration("ddrp")
-    plain = configuration("absolute")
+    tokens, whole, plain = ROWS * LENGTH, configuration("ddrp"), configuration("absolute")
     assert flop_per_token(whole).tables * tokens == counted(whole) - counted(plain)
     small, large = configuration("absolute", vocab_size=128), configuration("absolute", vocab_size=256)
     assert (flop_per_token(large).head - flop_per_token(small).head) * tokens == counted(large) - counted(small)
@@ -318,8 +286,7 @@ def test_local_layers_count_the_keys_of_their_window():
     assert (local.linear, local.head, local.mask_decoder) == (whole.linear, whole.head, whole.mask_decoder)
     last = flop_per_token(configuration("deberta", local_attention=20, global_every=2, **base))
     assert last.mask_decoder < whole.mask_decoder
-    wide = flop_per_token(configuration("deberta", local_attention=2000, **base))
-    assert wide == whole
+    assert flop_per_token(configuration("deberta", local_attention=2000, **base)) == whole
 
 
 def test_a_causal_phase_counts_half_of_the_pairs_and_a_head_for_every_token():
@@ -342,98 +309,82 @@ def test_terms_add_up_and_offsets_and_rows_that_are_not_there_count_not():
     assert flop_per_token(config, 2).tables == flop_per_token(config).tables * 3 / 5
 
 
-BASE = Config().replace(training={"micro_batch_size": 32, "global_batch_size": 4096, "fp16": True})
-
-
 def test_a_step_takes_its_flop_at_a_share_of_the_peak_and_older_devices_refuse_bf16() -> None:
-    seconds = flop_per_token(BASE).total * 4096 * 512 / (64 * 989.4e12 * SHARE)
-    assert step_seconds(BASE, 64, DEVICES["h100"]) == pytest.approx(seconds)
-    recomputed = BASE.replace(parallel={"checkpoint_activations": True})
+    base = Config().replace(training={"micro_batch_size": 32, "global_batch_size": 4096, "fp16": True})
+    seconds = flop_per_token(base).total * 4096 * 512 / (64 * 989.4e12 * SHARE)
+    assert step_seconds(base, 64, DEVICES["h100"]) == pytest.approx(seconds)
+    recomputed = base.replace(parallel={"checkpoint_activations": True})
     assert step_seconds(recomputed, 64, DEVICES["h100"]) == pytest.approx(4 / 3 * seconds)
-    bf16 = BASE.replace(training={"fp16": False, "bf16": True})
+    bf16 = base.replace(training={"fp16": False, "bf16": True})
     for device in DEVICES.values():
-        assert why_not(BASE, device) is None and (why_not(bf16, device) is None) == device.is_recent
+        assert why_not(base, device) is None and (why_not(bf16, device) is None) == device.is_recent
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "tf32", "peak"),
-    [
-        ("Tesla V100-SXM2-32GB", "fp16", True, 125),
-        ("Tesla V100-PCIE-16GB", "fp32", True, 14),
-        ("NVIDIA A100-SXM4-80GB", "bf16", True, 312),
-        ("NVIDIA A100 80GB PCIe", "fp32", True, 156),
-        ("NVIDIA A100-PCIE-40GB", "fp32", False, 19.5),
-        ("NVIDIA A10", "bf16", True, 125),
-        ("NVIDIA A40", "bf16", True, 149.7),
-        ("NVIDIA L4", "bf16", True, 121),
-        ("NVIDIA L40S", "bf16", True, 362.05),
-        ("NVIDIA GeForce RTX 4090", "bf16", True, 165.2),
-        ("NVIDIA H100 80GB HBM3", "bf16", True, 989.4),
-        ("NVIDIA H100 PCIe", "bf16", True, 756),
-        ("NVIDIA H200", "fp16", True, 989.4),
-        ("NVIDIA B200", "fp32", False, None),
-        ("AMD Instinct MI300X", "bf16", True, 1307.4),
-        ("NVIDIA A10G", "bf16", True, None),
-        ("NVIDIA L40", "bf16", True, None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", True, None),
-        ("NVIDIA GeForce RTX 4090 D", "bf16", True, None),
-    ],
-)
-def test_a_devices_peak_is_found_by_its_name(name, precision, tf32, peak):
-    device = device_named(name)
-    assert (device and device.tflops(precision, tf32)) == peak
+OF_OTHERS = ("A10G", "L40", "GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 D")
+PEAKS = {
+    ("bf16", True): {
+        **{"NVIDIA A100-SXM4-80GB": 312, "NVIDIA A10": 125, "NVIDIA A40": 149.7, "NVIDIA L4": 121},
+        **{"NVIDIA L40S": 362.05, "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA H100 80GB HBM3": 989.4},
+        **{"NVIDIA H100 PCIe": 756, "AMD Instinct MI300X": 1307.4},
+        **dict.fromkeys(f"NVIDIA {name}" for name in OF_OTHERS),
+    },
+    ("fp16", True): {"Tesla V100-SXM2-32GB": 125, "NVIDIA H200": 989.4},
+    ("fp32", True): {"Tesla V100-PCIE-16GB": 14, "NVIDIA A100 80GB PCIe": 156},
+    ("fp32", False): {"NVIDIA A100-PCIE-40GB": 19.5, "NVIDIA B200": None},
+}
+
+
+def test_a_devices_peak_is_found_by_its_name() -> None:
+    for kind, peaks in PEAKS.items():
+        devices = {name: device_named(name) for name in peaks}
+        assert {name: device and device.tflops(*kind) for name, device in devices.items()} == peaks, kind
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(("devices", "ranks", "says"), [(8, 1, True), (8, 8, False), (1, 1, False), (0, 1, False)])
-def test_one_process_beside_several_gpus_is_told_how_to_use_them(devices, ranks, says, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    lines = unused_devices(ranks)
-    assert bool(lines) is says
-    assert not lines or lines[0].startswith("1 of 8 GPUs used; to use all: deepspeed --module megatron_ddrp pretrain")
+def test_one_process_beside_several_gpus_is_told_how_to_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for devices, ranks in ((8, 8), (1, 1), (0, 1), (8, 1)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
+        told = "".join(unused_devices(ranks))
+        assert bool(told) == (devices > ranks)
+    assert told.startswith("1 of 8 GPUs used; to use all: deepspeed --module megatron_ddrp pretrain")
 
 
-def test_replays_need_a_cpu_or_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_need_a_cpu_or_graphs_and_graphs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config().replace(training={"replay_interval": 100}, model={"attention_backend": "sdpa", "compile": "off"})
     check_device(config, CPU)
     monkeypatch.setattr(graphs, "is_nvidia", lambda device: device.type == "cuda")
     check_device(config, GPU)
     line = r"^--replay-interval 100: on GPUs .* \(--cuda-graphs off\); leave it out$"
     refused(line, check_device, config.replace(parallel={"cuda_graphs": "off"}), GPU)
-    check_device(Config().replace(parallel={"cuda_graphs": "off"}), CPU)
-
-
-def test_cuda_graphs_need_a_gpu() -> None:
-    config = Config()
     for setting in ("off", "auto"):
-        asked = config.replace(parallel={"cuda_graphs": setting})
+        asked = Config().replace(parallel={"cuda_graphs": setting})
         check_device(asked, CPU)
         assert missing_graphs(asked, CPU) == () and rows_for(asked, CPU) == "cpu"
         assert "graphs" not in choices(asked, CPU)
     line = "^--cuda-graphs on: CUDA graphs need an NVIDIA GPU, got cpu; use --cuda-graphs off$"
-    wrong_arguments(line, check_device, config.replace(parallel={"cuda_graphs": "on"}), CPU)
+    wrong_arguments(line, check_device, Config().replace(parallel={"cuda_graphs": "on"}), CPU)
 
 
 def test_a_rank_whose_device_chooses_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     fast, slow, slower = "triton attention, bf16", "sdpa attention, bf16", "eager attention, bf16"
     assert other_choices([fast, fast]) == []
     assert other_choices([fast, slower, *[slow] * 3, fast, slow]) == [f"rank 1: {slower}", f"ranks 2–4, 6: {slow}"]
-
     monkeypatch.setattr(train, "gather_objects", lambda own: [own, slow])
-    corpus = SimpleNamespace(summary=lambda *_: "text")
-    loader = SimpleNamespace(samples=8, num_micro_batches=1)
-    lines = train.introduction(Setup(Config(), Ranks(0, 2, CPU)), corpus, loader, (10, 1)).splitlines()  # type: ignore[arg-type]
+    corpus, loader = SimpleNamespace(summary=lambda *_: "text"), SimpleNamespace(samples=8, num_micro_batches=1)
+    lines = train.introduction(Setup(Config(), Ranks(0, 2, CPU)), corpus, loader, (10, 1)).splitlines()
     assert lines[0].endswith(choices(Config(), CPU)) and lines[1] == f"rank 1: {slow}"
 
 
 def test_rows_under_graphs_have_few_lengths() -> None:
-    config, off = Config(), Config().replace(parallel={"cuda_graphs": "off"})
-    assert missing_graphs(config, GPU) == () and ROW_MULTIPLE[rows_for(config, GPU)] == 64
-    assert missing_graphs(off, GPU) == () and ROW_MULTIPLE[rows_for(off, GPU)] == 16
-    assert ROW_MULTIPLE[rows_for(config, CPU)] == 8
-    cut = config.replace(parallel={"zero_stage": 3})
-    assert ROW_MULTIPLE[rows_for(cut, GPU)] == 16
-    assert missing_graphs(cut, GPU) == ("--cuda-graphs auto: off, no graph holds the layers of --zero-stage 3",)
-    assert missing_graphs(cut.replace(parallel={"cuda_graphs": "off"}), GPU) == ()
+    says = ("--cuda-graphs auto: off, no graph holds the layers of --zero-stage 3",)
+    for parallel, multiple, missing in (
+        ({}, 64, ()),
+        ({"cuda_graphs": "off"}, 16, ()),
+        ({"zero_stage": 3}, 16, says),
+        ({"zero_stage": 3, "cuda_graphs": "off"}, 16, ()),
+    ):
+        config = Config().replace(parallel=parallel)
+        assert (missing_graphs(config, GPU), ROW_MULTIPLE[rows_for(config, GPU)]) == (missing, multiple), parallel
+    assert ROW_MULTIPLE[rows_for(Config(), CPU)] == 8
