@@ -50,33 +50,24 @@ def without_blocks(text: str) -> str:
 def paragraphs(text: str) -> Iterator[str]:
     """Yield the paragraphs of a Markdown document as single lines, without blocks of code."""
     words: list[str] = []
-    for line in without_blocks(text).splitlines():
+    for line in [*without_blocks(text).splitlines(), ""]:
         ends = not line.strip() or NO_PROSE.match(line)
         if (ends or ENTRY.match(line)) and words:
             yield " ".join(words)
             words = []
         words += [] if ends else line.split()
-    if words:
-        yield " ".join(words)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_paragraph_is_long(page: str) -> None:
+def test_no_paragraph_is_long_and_none_installs_a_release_that_does_not_exist(page: str) -> None:
     found = [paragraph.split() for paragraph in paragraphs(PAGES[page])]
     long = [f"{len(words)} words: {' '.join(words[:12])} …" for words in found if len(words) > MOST_WORDS]
     assert found and not long, "\n".join(long)
-
-
-def test_the_readme_is_read_in_minutes() -> None:
-    assert 300 < len(without_blocks(PAGES["README.md"]).split()) <= 700
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_no_page_installs_a_release_that_does_not_exist(page: str) -> None:
     assert not re.search(r"pip install '?megatron-ddrp", PAGES[page])
 
 
-def test_paragraphs_are_found() -> None:
+def test_the_readme_is_read_in_minutes_and_paragraphs_are_found() -> None:
+    assert 300 < len(without_blocks(PAGES["README.md"]).split()) <= 700
     text = "# Title\n\none two\nthree `four five`\n\n```\ncode\n```\n- six\n- seven\n  eight\n| nine |\n\n    code\n"
     assert list(paragraphs(text)) == ["one two three `four five`", "- six", "- seven eight"]
 
@@ -86,26 +77,24 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-LOCK = (ROOT / "requirements-lock.txt").read_text(encoding="utf-8")
-PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+MAKEFILE, LOCK, PROJECT = (
+    (ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "requirements-lock.txt", "pyproject.toml")
+)
 
 
-def required() -> list[Requirement]:
-    """Return the packages that pyproject.toml asks for; torch and triton are chosen by the user's build."""
+def test_the_lock_holds_a_fitting_version_of_every_requirement_and_names_no_host_and_no_build_of_torch() -> None:
+    """Torch and triton are chosen by the user's build."""
     project = tomllib.loads(PROJECT)["project"]
     words = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    own = ("torch", "triton", project["name"])
-    return [requirement for requirement in map(Requirement, words) if requirement.name not in own]
-
-
-def test_the_lock_holds_a_fitting_version_of_every_requirement() -> None:
     locked = [Requirement(line) for line in LOCK.splitlines() if not line.startswith("#")]
-    names = {requirement.name.lower() for requirement in required()}
-    assert {"deepspeed", "transformers", "ruff", "types-pyyaml", "mkdocs-material"} <= names
-    for requirement in required():
-        versions = [str(lock.specifier)[2:] for lock in locked if lock.name == requirement.name.lower()]
-        assert versions and all(map(requirement.specifier.contains, versions)), requirement
+    required = {each.name.lower(): each for each in map(Requirement, words)}
+    assert {"deepspeed", "transformers", "ruff", "types-pyyaml", "mkdocs-material"} <= required.keys()
+    for requirement in map(Requirement, words):
+        if requirement.name not in ("torch", "triton", project["name"]):
+            versions = [str(lock.specifier)[2:] for lock in locked if lock.name == requirement.name.lower()]
+            assert versions and all(map(requirement.specifier.contains, versions)), requirement
+    assert not re.search(r"://|^--|^-|^(torch|triton|nvidia-\S+)==", LOCK, re.MULTILINE)
+    assert f"installs {makefile_value('TORCH')} " in LOCK.splitlines()[0]
 
 
 def test_the_page_has_the_floors_as_versions_that_were_run() -> None:
@@ -114,20 +103,9 @@ def test_the_page_has_the_floors_as_versions_that_were_run() -> None:
     assert {name: Version(lowest) for name, lowest in rows} == floors, "make floors prints the table"
 
 
-def test_the_lock_names_no_host_and_no_build_of_torch() -> None:
-    assert not re.search(r"://|^--|^-|^(torch|triton|nvidia-\S+)==", LOCK, re.MULTILINE)
-    assert f"installs {makefile_value('TORCH')} " in LOCK.splitlines()[0]
-
-
 def makefile_value(name: str) -> str:
     """Return the default of a variable of the Makefile."""
     return re.findall(rf"^{name} +\?= *(.*)$", MAKEFILE, re.MULTILINE)[0]
-
-
-def test_the_image_copies_what_its_package_needs() -> None:
-    files = {str(file) for file in context_files()}
-    assert {"pyproject.toml", "README.md", "requirements-lock.txt", "megatron_ddrp/errors.py"} <= files
-    assert not any(file.startswith(("tests/", "docs/", ".git")) for file in files)
 
 
 @pytest.mark.parametrize("index", ["", "https://host/cpu"])
@@ -138,27 +116,26 @@ def test_the_images_steps_install_torch_first_from_the_given_index(index: str, t
         (tmp_path / name).write_text(f'#!/bin/sh\nIFS="|"\necho "{name}|$*"\n')
         (tmp_path / name).chmod(0o755)
     environment = {**dockerfile.defaults("ARG"), "TORCH_INDEX": index, "TORCH": "torch==9", "PATH": str(tmp_path)}
-    command = "\n".join(dockerfile.all_of("RUN"))
-    done = subprocess.run(["/bin/sh", "-euc", command], env=environment, capture_output=True, text=True, check=True)
-    torch, package = (line.split("|") for line in done.stdout.splitlines() if line.startswith("pip|"))
-    assert torch[:4] == ["pip", "install", "--no-cache-dir", "torch==9"]
-    assert torch[4:] == (["--extra-index-url", index] if index else [])
+    command = ["/bin/sh", "-euc", "\n".join(dockerfile.all_of("RUN"))]
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    torch, package = (line.split("|") for line in said.splitlines() if line.startswith("pip|"))
+    assert torch == ["pip", "install", "--no-cache-dir", "torch==9", *(["--extra-index-url", index] if index else [])]
     extras = re.fullmatch(r"/src\[(.*)\]", package[-1])
     assert extras and all(re.search(rf"^{extra} = \[", PROJECT, re.MULTILINE) for extra in extras[1].split(","))
     assert package[2:5] == ["--no-cache-dir", "--constraint", "/src/requirements-lock.txt"]
 
 
-def test_the_image_runs_the_command_and_not_as_root() -> None:
-    dockerfile = read_dockerfile()
-    names = [name for name, _ in dockerfile.instructions]
+def test_the_image_copies_what_its_package_needs_and_runs_the_command_and_not_as_root() -> None:
+    files, dockerfile = set(map(str, context_files())), read_dockerfile()
+    assert {"pyproject.toml", "README.md", "requirements-lock.txt", "megatron_ddrp/errors.py"} <= files
+    assert not any(file.startswith(("tests/", "docs/", ".git")) for file in files)
     assert dockerfile.defaults("ARG")["TORCH"] == makefile_value("TORCH")
-    assert dockerfile.all_of("USER") == ["megatron"] and names.index("USER") > max(
-        place for place, name in enumerate(names) if name == "RUN"
-    )
+    assert dockerfile.all_of("USER") == ["megatron"]
+    assert "RUN" not in "".join(name for name, _ in dockerfile.instructions).partition("USER")[2]
     assert json.loads(dockerfile.all_of("ENTRYPOINT")[0]) == ["megatron-ddrp"]
 
 
-def test_integration_runs_every_test_once_and_the_workflow_runs_integration() -> None:
+def test_integration_runs_every_test_once_and_the_workflow_and_hooks_run_its_steps() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert re.findall(r"\bmake .*", script.split("set -euo pipefail")[1]) == ["make lint docs", "make test"]
     assert "\n\t$(PYTEST) $(TESTS)\n" in MAKEFILE and "\ncheck: lint docs " in MAKEFILE
@@ -167,13 +144,9 @@ def test_integration_runs_every_test_once_and_the_workflow_runs_integration() ->
     tests = workflow["jobs"]["tests"]
     assert {"run": ".ci/run"} in tests["steps"]
     assert tests["env"]["TORCH"].split()[0] == makefile_value("TORCH")
-
-
-def test_every_hook_before_a_commit_is_a_step_of_make_lint() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
     lint = MAKEFILE.split("\nlint:")[1].split("\n\n")[0]
-    for hook in hooks:
-        assert hook["entry"].replace(".venv/bin", "$(BIN)") in lint
+    assert [hook for hook in hooks if hook["entry"].replace(".venv/bin", "$(BIN)") not in lint] == []
 
 
 def shown(names: str) -> str:
@@ -189,23 +162,17 @@ def values_of(by_value: translation.ByValue) -> str:
 
 def tables() -> list[str]:
     """Return the tables of flags of docs/foreign-files.md, in its order."""
-    rows_of = {
-        "why it changes no number here | flags": [
-            (why, shown(names)) for why, names in translation.WITHOUT_EFFECT.items()
-        ],
-        "flag | read as": [(shown(name), f"`{ours.replace('{}', 'X')}`") for name, ours in translation.RENAMED.items()],
-        "flag | taken at these values": [
-            (shown(name), values_of(by_value)) for name, by_value in translation.BY_VALUE.items()
-        ],
-        "default here | Megatron-LM's": [
-            (f"`{flag(name)}`", value) for name, value in translation.THEIR_DEFAULTS.items()
-        ],
-        "DeepSpeed | flag": [(f"`{key}`", f"`{flag(name)}`") for key, name in translation.SETTINGS.items()],
-        "flag | here": [(shown(name), hint) for name, hint in translation.REMEDIES.items()],
-    }
+    rows_of = [
+        ("why it changes no number here | flags", translation.WITHOUT_EFFECT, str, shown),
+        ("flag | read as", translation.RENAMED, shown, lambda ours: f"`{ours.replace('{}', 'X')}`"),
+        ("flag | taken at these values", translation.BY_VALUE, shown, values_of),
+        ("default here | Megatron-LM's", translation.THEIR_DEFAULTS, lambda name: f"`{flag(name)}`", str),
+        ("DeepSpeed | flag", translation.SETTINGS, "`{}`".format, lambda name: f"`{flag(name)}`"),
+        ("flag | here", translation.REMEDIES, shown, str),
+    ]
     return [
-        "\n".join([f"| {head} |", "| --- | --- |", *(f"| {left} | {right} |" for left, right in rows)])
-        for head, rows in rows_of.items()
+        "\n".join([f"| {head} |\n| --- | --- |", *(f"| {left(key)} | {right(rows[key])} |" for key in rows)])
+        for head, rows, left, right in rows_of
     ]
 
 
@@ -214,81 +181,55 @@ def test_the_page_holds_the_tables_of_the_program(number: int) -> None:
     assert tables()[number] in FOREIGN, "print it: python -m tests.unit.test_pages"
 
 
-def test_the_page_names_every_flag_that_asks_for_other_settings() -> None:
-    assert all(f"`--{name.rstrip('=')}`" in FOREIGN for name in translation.RULES)
-
-
 def test_the_command_for_megatrons_model_leaves_no_default_that_differs() -> None:
     command = re.search(r"```bash\n(megatron-ddrp pretrain .*?)```", FOREIGN, re.S)
     assert command, "no command on the page"
-    words = command[1].replace("\\\n", " ").split()[2:]
-    remarks = parse_arguments(words).remarks
-    assert len(remarks) == 1 and "--bert-no-binary-head as --num-segments 0" in remarks[0]
+    (remark,) = parse_arguments(command[1].replace("\\\n", " ").split()[2:]).remarks
+    assert "--bert-no-binary-head as --num-segments 0" in remark
 
 
-def test_names_on_the_page_are_flags_of_ours_or_of_the_tables() -> None:
+def test_names_on_the_page_are_flags_of_ours_or_of_the_tables_and_no_rule_is_missing() -> None:
     own = {name for action in build_parser()._actions for name in action.option_strings}
     tables = (translation.RENAMED, translation.BY_VALUE, translation.REMEDIES, translation.RULES)
     names = " ".join(chain(translation.WITHOUT_EFFECT.values(), *tables)).split()
     known = {*own, *(f"--{name.rstrip('=')}" for name in names), "--from-hf", "--deepspeed_config"}
     assert set(re.findall(r"(?<![\w`-])`(--[A-Za-z][\w-]*)", FOREIGN)) <= known
+    assert all(f"`--{name.rstrip('=')}`" in FOREIGN for name in translation.RULES)
 
 
-def added_lines() -> Iterator[tuple[str, str]]:
-    """Yield (file, line) for every line that a diff of CONTRIBUTING.md adds."""
+def test_the_lines_that_a_diff_adds_are_in_its_file_and_the_encoding_and_the_kind_of_task_are_whole() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for block in re.findall(r"```diff\n(.*?)```", text, flags=re.DOTALL):
-        file = ""
-        for line in block.splitlines():
-            if line.startswith("+++ b/"):
-                file = line.removeprefix("+++ b/")
-            elif line.startswith("+"):
-                yield file, line[1:]
+    added: dict[str, list[str]] = {}
+    for diff in re.split(r"^\+\+\+ b/", "\n".join(re.findall(r"```diff\n.*?```", text, re.DOTALL)), flags=re.MULTILINE)[
+        1:
+    ]:
+        file, *lines = diff.partition("```")[0].splitlines()
+        added.setdefault(file, []).extend(line[1:] for line in lines if line[:1] == "+")
+    parts = ("config/registry", "model/positions/biases", "objectives/masked", "tasks/finetune/metrics", "tasks/glue")
+    assert added.keys() >= {f"megatron_ddrp/{part}.py" for part in parts}
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in added}
+    assert [line for file in added for line in added[file] if line not in texts[file].splitlines()] == []
 
-
-def test_every_added_line_is_in_the_file_that_its_diff_names() -> None:
-    added = list(added_lines())
-    assert {file for file, _ in added} >= {
-        "megatron_ddrp/config/registry.py",
-        "megatron_ddrp/model/positions/biases.py",
-        "megatron_ddrp/objectives/masked.py",
-        "megatron_ddrp/tasks/finetune/metrics.py",
-        "megatron_ddrp/tasks/glue.py",
-    }
-    texts = {file: (ROOT / file).read_text(encoding="utf-8").splitlines() for file in {file for file, _ in added}}
-    assert [line for file, line in added if line not in texts[file]] == []
-
-
-def test_the_encoding_is_whole() -> None:
-    shown = [line for file, line in added_lines() if file == "megatron_ddrp/model/positions/biases.py"]
-    text = (ROOT / "megatron_ddrp/model/positions/biases.py").read_text(encoding="utf-8")
-    (whole,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "T5")
-    assert "\n".join(shown) == ast.get_source_segment(text, whole)
-
-
-def test_the_kind_of_task_is_whole() -> None:
-    name = "megatron_ddrp/tasks/finetune/kinds/regression.py"
-    shown = ast.parse("\n".join(line for file, line in added_lines() if file == name))
-    whole = ast.parse((ROOT / name).read_text(encoding="utf-8"))
-    for node in ast.walk(whole):
+    encoding, kind = "megatron_ddrp/model/positions/biases.py", "megatron_ddrp/tasks/finetune/kinds/regression.py"
+    (whole,) = (node for node in ast.parse(texts[encoding]).body if getattr(node, "name", "") == "T5")
+    assert "\n".join(added[encoding]) == ast.get_source_segment(texts[encoding], whole)
+    shown, without_docstrings = ast.parse("\n".join(added[kind])), ast.parse(texts[kind])
+    for node in ast.walk(without_docstrings):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
             node.body = node.body[1:]
-    assert ast.unparse(shown) == ast.unparse(whole)
+    assert ast.unparse(shown) == ast.unparse(without_docstrings)
 
 
 def rows() -> list[tuple[list[str], int]]:
     """Return (tests as `FILE::FUNCTION`, number of cases) of each row of the tables."""
-    tables = re.search(r"\n## Files\n.*?\n## ", FOREIGN, re.DOTALL)
-    assert tables, "no section Files"
-    cells = [line.strip("|").split("|") for line in tables[0].splitlines() if line[:1] == "|"]
-    counted = [(tests, number.strip()) for _, _, tests, number in cells]
-    named = re.compile(r"`(\w+(?:/\w+)*\.py::\w+)`")
-    return [(named.findall(tests), int(number)) for tests, number in counted if number.isdecimal()]
+    tables = FOREIGN.partition("\n## Files\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^\|[^|]*\|[^|]*\|([^|]*)\| *(\d+) *\|?$", tables, re.MULTILINE)
+    assert found, "no table in the section Files"
+    return [(re.findall(r"`(\w+(?:/\w+)*\.py::\w+)`", tests), int(number)) for tests, number in found]
 
 
 def test_the_table_counts_the_cases_of_its_tests(request: pytest.FixtureRequest) -> None:
-    names = [item.nodeid.removeprefix("tests/") for item in request.session.items]
-    cases = Counter(name.split("[")[0] for name in names)
+    cases = Counter(item.nodeid.removeprefix("tests/").split("[")[0] for item in request.session.items)
     named = {test for tests, _ in rows() for test in tests}
     for test in named:
         file, function = test.split("::")
@@ -306,11 +247,10 @@ def test_every_encoding_has_its_row_with_its_parameters_and_its_distance() -> No
         assert counted == int(parameters.replace(",", "")), name
         own = encoding_class(name)
         unread = "refused" if own.relative_distance is None else "unused"
-        expected = str(own.relative_distance) if own.is_relative and own.relative_distance else unread
-        assert distance.split(",")[0] == expected, name
+        assert distance.split(",")[0] == str(own.is_relative and own.relative_distance or unread), name
 
 
-def test_every_objective_has_its_row_with_its_weights() -> None:
+def test_every_objective_has_its_row_with_its_weights_and_every_flag_stands_on_its_page() -> None:
     rows = dict(re.findall(r"^\| `([a-z]\S+)` \| (.+?) \| .+ \|$", PAGES["docs/objectives.md"], re.MULTILINE))
     assert sorted(rows) == sorted(OBJECTIVES)
     for name, formula in rows.items():
@@ -319,50 +259,28 @@ def test_every_objective_has_its_row_with_its_weights() -> None:
         for term, weight in weights.items():
             found = re.search(rf"(?:([\d.]+)·)?{term}", formula)
             assert weight == (float(found[1] or 1) if found else 0), (name, term)
-
-
-def test_every_flag_stands_on_the_page() -> None:
     named = {name.replace("_", "-") for name in re.findall(r"--[a-z][a-z0-9_-]*", PAGES["docs/flags.md"])}
     shown = [action for action in build_parser()._actions if action.help is not argparse.SUPPRESS]
     assert len(shown) > 60
     assert [action.option_strings for action in shown if not named & set(action.option_strings)] == []
 
 
-TEXT = (
-    "a\n<!-- x one -->\n1\n\n2\n<!-- end of x one -->\n<!-- two -->\n<!-- end of two -->\n"
-    "<!-- x one -->\n<!-- end of x one -->"
-)
+def test_a_block_is_read_and_every_one_of_its_name_replaced_and_one_without_a_begin_or_an_end_is_refused():
+    begin, end, other = "<!-- x one -->\n", "<!-- end of x one -->", "\n<!-- two -->\n<!-- end of two -->\n"
+    text = f"a\n{begin}1\n\n2\n{end}{other}{begin}{end}"
+    assert block_names(text, "x ") == ["x one"]
+    assert (read_block(text, "x one"), read_block(text, "two")) == ("1\n\n2", "")
+    found = f"a\n{begin}new\nlines\n{end}{other}{begin}new\nlines\n{end}"
+    for each in (text, found):
+        assert replace_blocks(each, "x one", "new\nlines") == found
+    begin, end = "<!-- x -->", "<!-- end of x -->"
+    for bad in ("", begin, f"{end}\n{begin}", f"{begin}\n{begin}\n{end}", f"a {begin} b"):
+        refused(f"expected a line {begin}", replace_blocks, bad, "x", "new")
 
 
-def test_names_and_contents():
-    assert block_names(TEXT, "x ") == ["x one"]
-    assert read_block(TEXT, "x one") == "1\n\n2"
-    assert read_block(TEXT, "two") == ""
-
-
-def test_every_block_of_a_name_is_replaced_and_a_second_time_nothing_changes():
-    found = replace_blocks(TEXT, "x one", "new\nlines")
-    assert found == (
-        "a\n<!-- x one -->\nnew\nlines\n<!-- end of x one -->\n<!-- two -->\n<!-- end of two -->\n"
-        "<!-- x one -->\nnew\nlines\n<!-- end of x one -->"
-    )
-    assert replace_blocks(found, "x one", "new\nlines") == found
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "<!-- x -->", "<!-- end of x -->\n<!-- x -->", "<!-- x -->\n<!-- x -->\n<!-- end of x -->", "a <!-- x --> b"],
-)
-def test_a_block_without_a_begin_or_an_end_is_refused(text):
-    refused("expected a line <!-- x -->", replace_blocks, text, "x", "new")
-
-
-@pytest.mark.parametrize(
-    ("document", "name"),
-    [("foreign-files.md", "damage"), ("lab/agreement.md", "parity"), ("lab/agreement.md", "layouts")],
-)
-def test_each_document_has_the_block_that_a_script_writes(document, name):
-    assert "|\n| --- | ---" in written_table(document, name)
+def test_each_document_has_the_block_that_a_script_writes():
+    tables = (("foreign-files.md", "damage"), ("lab/agreement.md", "parity"), ("lab/agreement.md", "layouts"))
+    assert all("|\n| --- | ---" in written_table(*table) for table in tables)
 
 
 if __name__ == "__main__":
