@@ -1,13 +1,26 @@
-"""The command line: derived from the settings, YAML below flags, underscores welcome, one line for a mistake."""
+"""The command line: derived from the settings, YAML below flags, underscores welcome, one line for a mistake.
+
+Settings that change by step, such as masking rates and row lengths, and settings without effect, which are named.
+"""
 
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_ddrp.arguments import build_parser, parse_arguments
-from megatron_ddrp.config import ENCODINGS, Config, concerns, flag, save_config
+from megatron_ddrp.checkpoint import read_config, write_state
+from megatron_ddrp.commands.dry_run import hours_of
+from megatron_ddrp.config import ENCODINGS, Config, changed_settings, concerns, flag, save_config
+from megatron_ddrp.config.run import changed_model
+from megatron_ddrp.config.training import MaskRates, parse_phases, phase_at
+from megatron_ddrp.engine.layout import Setup
+from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.run.devices import DEVICES
 from tests.refusals import refused, wrong_arguments
 
 
@@ -35,25 +48,17 @@ def test_help_names_choices_defaults_and_sections(capsys):
     with pytest.raises(SystemExit) as end:
         parse_arguments(["--help"])
     text = capsys.readouterr().out
-    assert end.value.code == 0
-    encodings = "{" + ",".join(ENCODINGS) + "}"
-    for piece in (encodings, "(default: 512)", "Objective:", "Checkpoints:", "--dry-run", "example:"):
-        assert piece in text
+    pieces = ("{" + ",".join(ENCODINGS) + "}", "(default: 512)", "Objective:", "Checkpoints:", "--dry-run", "example:")
+    assert end.value.code == 0 and [piece for piece in pieces if piece not in text] == []
     assert "==SUPPRESS==" not in text and "--local-rank" not in text
 
 
 def test_flags_reach_their_fields_with_their_types():
-    words = (
-        "--num-layers 3 --lr 2e-3 --bf16 --position-encoding absolute --save out --hcd-weight 0 --ffn-hidden-size 64"
-    )
-    config = parse_arguments(words.split()).config
-    assert config == Config().replace(
-        model={"num_layers": 3, "position_encoding": "absolute", "ffn_hidden_size": 64},
-        optimizer={"lr": 2e-3},
-        training={"bf16": True},
-        objective={"hcd_weight": 0.0},
-        checkpoint={"save": "out"},
-    )
+    words = "--num-layers 3 --lr 2e-3 --bf16 --position-encoding absolute --save out --hcd-weight 0"
+    config = parse_arguments([*words.split(), "--ffn-hidden-size", "64"]).config
+    model = {"num_layers": 3, "position_encoding": "absolute", "ffn_hidden_size": 64}
+    others = {"optimizer": {"lr": 2e-3}, "training": {"bf16": True}, "objective": {"hcd_weight": 0.0}}
+    assert config == Config().replace(model=model, checkpoint={"save": "out"}, **others)
     assert isinstance(config.optimizer.lr, float) and isinstance(config.model.num_layers, int)
 
 
@@ -67,16 +72,12 @@ def test_blends_are_flags_of_several_words(tmp_path):
     assert parse_arguments(["--config", yaml_file(tmp_path, "data-path: A")]).config.data.data_path == ("A",)
 
 
-@pytest.mark.parametrize("words", [["--num_layers", "3"], ["--num_layers=3"], ["--num-layers=3"]], ids=str)
-def test_underscores_count_as_dashes(words):
-    assert parse_arguments(words).config.model.num_layers == 3
-
-
-def test_the_launchers_own_flags_are_accepted(tmp_path):
+def test_underscores_count_as_dashes_and_the_launchers_own_flags_are_accepted(tmp_path):
+    for words in (["--num_layers", "3"], ["--num_layers=3"], ["--num-layers=3"]):
+        assert parse_arguments(words).config.model.num_layers == 3
     path = deepspeed_file(tmp_path)
     arguments = parse_arguments(["--local_rank=1", "--deepspeed", "--deepspeed_config", path, "--dry_run"])
-    assert arguments.config.parallel.deepspeed_config == path and arguments.dry_run
-    assert arguments.remarks == ()
+    assert arguments.config.parallel.deepspeed_config == path and arguments.dry_run and arguments.remarks == ()
 
 
 def yaml_file(tmp_path, text):
@@ -90,11 +91,8 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
     config = parse_arguments(["--hidden-size", "48", "--config", path]).config
     assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (3, 48, 2e-3)
     assert config.training.bf16 and config.model.ffn_hidden_size is None and config.checkpoint.save == "7"
-    assert config.model.num_attention_heads == 12
-    assert isinstance(config.optimizer.lr, float)
-
-
-def test_a_flag_that_states_the_default_still_wins_over_yaml(tmp_path):
+    assert config.model.num_attention_heads == 12 and isinstance(config.optimizer.lr, float)
+    # Also a flag that states the default.
     assert parse_arguments(["--config", yaml_file(tmp_path, "seed: 5"), "--seed", "1234"]).config.training.seed == 1234
     switched_on = yaml_file(tmp_path, "packing: true\nbf16: true\n")
     config = parse_arguments(["--config", switched_on, "--no-packing", "--no_bf16"]).config
@@ -103,10 +101,9 @@ def test_a_flag_that_states_the_default_still_wins_over_yaml(tmp_path):
 
 def test_a_yaml_of_comments_changes_nothing_and_an_empty_one_is_refused(tmp_path):
     assert parse_arguments(["--config", yaml_file(tmp_path, "# nothing yet\n")]).config == Config()
-    line = "--config .*: empty; write settings, or leave --config out"
-    refused(line, parse_arguments, ["--config", yaml_file(tmp_path, "")])
-    missing = ["--config", str(tmp_path / "nowhere.yaml")]
-    refused("nowhere.yaml: cannot be read: No such file", parse_arguments, missing)
+    line, words = "--config .*: empty; write settings, or leave --config out", ["--config", yaml_file(tmp_path, "")]
+    refused(line, parse_arguments, words)
+    refused("nowhere.yaml: cannot be read: No such file", parse_arguments, ["--config", f"{tmp_path}/nowhere.yaml"])
 
 
 MISTAKES = {
@@ -139,64 +136,64 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("name", "text", "message"), [(name, *row) for name, rows in MISTAKES.items() for row in rows])
-def test_mistakes_in_a_file_are_refused_in_one_line(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    wrong_arguments(re.escape(message), parse_arguments, ["--config", str(tmp_path / name)])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_a_file_are_refused_in_one_line(tmp_path, name):
+    for text, message in MISTAKES[name]:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        wrong_arguments(re.escape(message), parse_arguments, ["--config", str(tmp_path / name)])
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--num-layers", "three"], "--num-layers: invalid int value: 'three'"),
-        (["--attention-backend", "flex"], "invalid choice: 'flex'"),
-        (["--position-encoding", "rotary"], "invalid choice: 'rotary'"),
-        (["--num-layer", "3"], "did you mean --num-layers?"),
-        (["--padded-vocab-size", "3"], "unrecognized arguments: --padded-vocab-size"),
-        (["--lr"], "--lr: expected one argument"),
-        (["--data-path"], "--data-path: expected at least one argument"),
-        (["stray"], "unrecognized arguments: stray"),
-        (["--lr-warmup-iters", "0", "--lr-warmup-fraction", "0.1"], "exclude each other: give one of them"),
-    ],
-)
-def test_mistakes_in_flags_are_one_line_and_exit_code_2(words, message, monkeypatch):
+MISTAKEN_FLAGS = {
+    "--num-layers three": "--num-layers: invalid int value: 'three'",
+    "--attention-backend flex": "invalid choice: 'flex'",
+    "--position-encoding rotary": "invalid choice: 'rotary'",
+    "--num-layer 3": "did you mean --num-layers?",
+    "--padded-vocab-size 3": "unrecognized arguments: --padded-vocab-size",
+    "--lr": "--lr: expected one argument",
+    "--data-path": "--data-path: expected at least one argument",
+    "stray": "unrecognized arguments: stray",
+    "--lr-warmup-iters 0 --lr-warmup-fraction 0.1": "exclude each other: give one of them",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKEN_FLAGS)
+def test_mistakes_in_flags_are_one_line_and_exit_code_2(words, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_bert.py"])
-    error = wrong_arguments(re.escape(message), parse_arguments, words)
+    error = wrong_arguments(re.escape(MISTAKEN_FLAGS[words]), parse_arguments, words.split())
     assert str(error).endswith("(see pretrain_bert.py --help)")
 
 
-def deepspeed_file(tmp_path, **content):
+def deepspeed_file(tmp_path, content=()):
     path = tmp_path / "deepspeed.json"
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_text(json.dumps(dict(content)), encoding="utf-8")
     return str(path)
 
 
 def test_a_deepspeed_file_decides_what_no_flag_does(tmp_path):
     adam = {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-8, "weight_decay": 0.1, "adam_w_mode": True}
-    path = deepspeed_file(
-        tmp_path,
-        train_batch_size=64,
-        train_micro_batch_size_per_gpu=4,
-        gradient_clipping=0.5,
-        bf16={"enabled": True},
-        fp16={"enabled": "auto", "loss_scale": 0},
-        zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
-        optimizer={"type": "Adam", "params": adam},
-    )
+    content = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5}
+    content |= {"bf16": {"enabled": True}, "fp16": {"enabled": "auto", "loss_scale": 0}}
+    content |= {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
+    path = deepspeed_file(tmp_path, content | {"optimizer": {"type": "Adam", "params": adam}})
     arguments = parse_arguments(["--deepspeed_config", path, "--seed", "5"])
     names = ("global_batch_size", "micro_batch_size", "clip_grad", "bf16", "zero_stage", "offload_optimizer", "lr")
     names += ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "optimizer")
-    assert arguments.config == Config().replace(
-        training={"global_batch_size": 64, "micro_batch_size": 4, "bf16": True, "seed": 5},
-        optimizer={
-            **{"lr": 3e-4, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-8},
-            **{"weight_decay": 0.1, "clip_grad": 0.5},
-        },
-        parallel={
-            **{"zero_stage": 2, "offload_optimizer": "cpu", "deepspeed_config": path},
-            "decided_by_deepspeed_config": names,
-        },
-    )
+    optimizer = {
+        "lr": 3e-4,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.95,
+        "adam_eps": 1e-8,
+        "weight_decay": 0.1,
+        "clip_grad": 0.5,
+    }
+    parallel = {
+        "zero_stage": 2,
+        "offload_optimizer": "cpu",
+        "deepspeed_config": path,
+        "decided_by_deepspeed_config": names,
+    }
+    training = {"global_batch_size": 64, "micro_batch_size": 4, "bf16": True, "seed": 5}
+    assert arguments.config == Config().replace(training=training, optimizer=optimizer, parallel=parallel)
     assert arguments.remarks == (
         f"decided by --deepspeed-config {path}: --global-batch-size 64, --micro-batch-size 4, --clip-grad 0.5, "
         "--bf16 True, --zero-stage 2, --offload-optimizer cpu, --lr 0.0003, --adam-beta1 0.8, --adam-beta2 0.95, "
@@ -206,82 +203,70 @@ def test_a_deepspeed_file_decides_what_no_flag_does(tmp_path):
 
 
 def test_a_flag_or_yaml_that_agrees_decides(tmp_path):
-    path = deepspeed_file(tmp_path, zero_optimization={"stage": 2}, bf16={"enabled": "auto"}, gradient_clipping=1)
+    content = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "gradient_clipping": 1}
+    path = deepspeed_file(tmp_path, content)
     words = ["--deepspeed_config", path, "--zero-stage", "2", "--config", yaml_file(tmp_path, "clip-grad: 1.0")]
     arguments = parse_arguments(words)
     assert arguments.remarks == () and arguments.config.parallel.decided_by_deepspeed_config == ()
 
 
-def test_accumulation_steps_are_a_global_batch_of_all_ranks(tmp_path):
-    path = deepspeed_file(tmp_path, gradient_accumulation_steps=3, train_micro_batch_size_per_gpu=4)
-    words = ["--deepspeed_config", path, "--dry-run", "--world-size", "8", "--tensor-model-parallel-size", "2"]
-    assert parse_arguments(words).config.training.global_batch_size == 3 * 4 * 4
-    assert parse_arguments([*words, "--global-batch-size", "96"]).config.training.global_batch_size == 96
-
-
-def test_accumulation_steps_do_not_count_the_tasks_of_a_job_beside_which_a_process_trains_alone(tmp_path, monkeypatch):
+def test_accumulation_steps_are_a_global_batch_of_all_ranks_but_not_of_a_job_beside_them(tmp_path, monkeypatch):
     """`complete_environment` gives a run in the shell of `salloc -n 4` one rank."""
+
+    def batch(*words):
+        return parse_arguments(["--deepspeed_config", path, *words]).config.training.global_batch_size
+
+    path = deepspeed_file(tmp_path, {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 4})
+    words = ["--dry-run", "--world-size", "8", "--tensor-model-parallel-size", "2"]
+    assert (batch(*words), batch(*words, "--global-batch-size", "96")) == (3 * 4 * 4, 96)
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    path = deepspeed_file(tmp_path, gradient_accumulation_steps=3, train_micro_batch_size_per_gpu=4)
-    assert parse_arguments(["--deepspeed_config", path]).config.training.global_batch_size == 3 * 4
+    assert batch() == 3 * 4
     monkeypatch.setenv("MASTER_ADDR", "node1")
-    assert parse_arguments(["--deepspeed_config", path]).config.training.global_batch_size == 3 * 4 * 4
+    assert batch() == 3 * 4 * 4
 
 
-ADAMW = {"type": "AdamW"}
+SAYS = "but the flags say"
+OURS = "our AdamW has no such setting"
+CONTRADICTIONS = [
+    (
+        '{"zero_optimization": {"stage": 2}}',
+        "--zero-stage 1",
+        f"{{}}.stage is 2 {SAYS} 1: set it by --zero-stage and leave",
+    ),
+    ('{"train_batch_size": 64}', "--global-batch-size 8", f"{{}} is 64 {SAYS} 8: set it by --global-batch-size"),
+    ('{"fp16": {"enabled": true}}', "--bf16", f"{{}}.enabled is True {SAYS} '--bf16'"),
+    ('{"bf16": {"enabled": false}}', "--bf16", f"{{}}.enabled is False {SAYS} True: set it by --bf16 "),
+    ('{"optimizer": {"type": "AdamW", "params": {"lr": 1}}}', "--lr 2", "{}.params.lr is 1.0 but the flags"),
+    ('{"optimizer": {"type": "AdamW"}}', "--optimizer muon", f"{{}}.type is 'adamw' {SAYS} 'muon'"),
+    ('{"optimizer": {"type": "Lamb"}}', "", "{} is 'Lamb': expected AdamW; leave it out and give --lr"),
+    (
+        '{"optimizer": {"type": "AdamW", "params": {"adam_w_mode": false}}}',
+        "",
+        f"{{}}.params.adam_w_mode is False: {OURS}",
+    ),
+    ('{"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}', "", f"{{}}.params.betas is [0.9]: {OURS}"),
+    ('{"zero_optimization": {"stage": 7}}', "", "{}.stage: got 7, expected one of 0, 1, 2, 3"),
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "words", "message"),
-    [
-        (
-            {"zero_optimization": {"stage": 2}},
-            *(
-                ["--zero-stage", "1"],
-                "zero_optimization.stage is 2 but the flags say 1: set it by --zero-stage and leave",
-            ),
-        ),
-        ({"optimizer": ADAMW | {"params": {"lr": 1}}}, ["--lr", "2"], "optimizer.params.lr is 1.0 but the flags"),
-        ({"fp16": {"enabled": True}}, ["--bf16"], "fp16.enabled is True but the flags say '--bf16'"),
-        ({"bf16": {"enabled": False}}, ["--bf16"], "bf16.enabled is False but the flags say True: set it by --bf16 "),
-        (
-            {"train_batch_size": 64},
-            *(
-                ["--global-batch-size", "8"],
-                "train_batch_size is 64 but the flags say 8: set it by --global-batch-size",
-            ),
-        ),
-        ({"optimizer": ADAMW}, ["--optimizer", "muon"], "optimizer.type is 'adamw' but the flags say 'muon'"),
-        ({"optimizer": {"type": "Lamb"}}, [], "optimizer is 'Lamb': expected AdamW; leave it out and give --lr"),
-        (
-            {"optimizer": ADAMW | {"params": {"adam_w_mode": False}}},
-            *([], "optimizer.params.adam_w_mode is False: our AdamW has no such setting"),
-        ),
-        (
-            {"optimizer": ADAMW | {"params": {"betas": [0.9]}}},
-            *([], "optimizer.params.betas is [0.9]: our AdamW has no such setting"),
-        ),
-        ({"zero_optimization": {"stage": 7}}, [], "zero_optimization.stage: got 7, expected one of 0, 1, 2, 3"),
-    ],
-)
-def test_a_deepspeed_file_may_not_contradict_a_flag(tmp_path, content, words, message):
-    path = deepspeed_file(tmp_path, **content)
-    error = refused(re.escape(message), parse_arguments, ["--deepspeed_config", path, *words])
-    assert str(error).startswith(f"--deepspeed-config {path}: ")
+@pytest.mark.parametrize(("text", "words", "message"), CONTRADICTIONS)
+def test_a_deepspeed_file_may_not_contradict_a_flag(tmp_path, text, words, message):
+    content = json.loads(text)
+    path = deepspeed_file(tmp_path, content)
+    line = f"^{re.escape(f'--deepspeed-config {path}: {message.format(*content)}')}"
+    refused(line, parse_arguments, ["--deepspeed_config", path, *words.split()])
 
 
 def test_a_runs_own_file_is_a_config(tmp_path):
     words = "--num-layers 3 --objective electra --save old --load old --adam-eps 1e-8 --position-encoding absolute"
     config = parse_arguments(words.split()).config.replace(model={"vocab_size": 999})
     save_config(config, tmp_path)
-    arguments = parse_arguments(["--config", str(tmp_path / "config.json"), "--save", "new"])
-    same = config.replace(model={"vocab_size": 30522}, checkpoint={"save": "new", "load": None})
-    assert arguments.config == same
-    assert arguments.remarks == (
-        f"--config {tmp_path / 'config.json'}: --save, --load of that run not taken; give your own",
-    )
+    path = str(tmp_path / "config.json")
+    arguments = parse_arguments(["--config", path, "--save", "new"])
+    assert arguments.config == config.replace(model={"vocab_size": 30522}, checkpoint={"save": "new", "load": None})
+    assert arguments.remarks == (f"--config {path}: --save, --load of that run not taken; give your own",)
 
 
 @pytest.mark.parametrize("options", [[], ["--objective-options", "weight=2", "margin=0.25"]], ids=["declared", "given"])
@@ -294,9 +279,6 @@ def test_a_runs_options_are_those_of_its_own_objective(options, tmp_path):
         assert parse_arguments([*words, *other]).config == parse_arguments(other).config
     lower = ["--objective-options", "weight=0.5"]
     assert parse_arguments([*words, *lower]).config == parse_arguments([*of_the_run[:2], *lower]).config
-
-
-def test_options_in_a_file_fit_the_objective_of_a_flag(tmp_path):
     path = yaml_file(tmp_path, "objective-options: [weight=2]\n")
     objective = parse_arguments(["--config", path, "--objective", "token-contrast"]).config.objective
     assert objective.objective_options == ("weight=2.0", "margin=0.5")
@@ -305,55 +287,45 @@ def test_options_in_a_file_fit_the_objective_of_a_flag(tmp_path):
 def test_a_runs_own_file_decides_its_defaults_too(tmp_path):
     save_config(Config().replace(model={"vocab_size": 999}), tmp_path)
     words = ["--config", str(tmp_path / "config.json")]
-    path = deepspeed_file(tmp_path, optimizer={"type": "AdamW", "params": {"lr": 3e-3}})
+    path = deepspeed_file(tmp_path, {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}})
     line = r"optimizer\.params\.lr is 0\.003 but the flags say 0\.0001"
     refused(line, parse_arguments, [*words, "--deepspeed_config", path])
-    path = deepspeed_file(tmp_path, gradient_accumulation_steps=7)
-    batch = parse_arguments([*words, "--deepspeed_config", path]).config.training.global_batch_size
-    assert batch == Config().training.global_batch_size
-    length = parse_arguments([*words, "--max-position-embeddings", "1024"]).config.model.seq_length
-    assert length == Config().model.seq_length
-    save_config(Config().replace(model={"vocab_size": 999}), tmp_path)
+    path = deepspeed_file(tmp_path, {"gradient_accumulation_steps": 7})
+    of_file = parse_arguments([*words, "--deepspeed_config", path]).config
+    assert of_file.training.global_batch_size == Config().training.global_batch_size
+    longer = parse_arguments([*words, "--max-position-embeddings", "1024"]).config
+    assert longer.model.seq_length == Config().model.seq_length
     other = ["--objective", "mlm", "--position-encoding", "absolute"]
     assert parse_arguments([*words, *other]).config == parse_arguments(other).config
 
 
-def test_a_share_of_warm_up_wins_over_the_steps_of_a_file(tmp_path):
-    path = yaml_file(tmp_path, "lr-warmup-iters: 7\ntrain-iters: 100\n")
-    optimizer = parse_arguments(["--config", path, "--lr-warmup-fraction", "0.5"]).config.optimizer
-    assert optimizer.warmup_steps(100) == 50
-    assert parse_arguments(["--config", path]).config.optimizer.warmup_steps(100) == 7
+def warm_up(path, *words):
+    """Return the steps of a file's warm-up, if given, its share, and what it comes to in 100 steps."""
+    optimizer = parse_arguments(["--config", str(path), *words]).config.optimizer
+    return optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.warmup_steps(100)
 
 
-@pytest.mark.parametrize(
-    "words", [["--lr-warmup-iters", "3"], ["--lr-warmup-samples", "30", "--global-batch-size", "10"]]
-)
-def test_steps_of_warm_up_win_over_the_share_of_a_file(words, tmp_path):
+def test_a_warm_up_of_flags_wins_over_that_of_a_file_in_the_other_unit(tmp_path):
+    path, share = yaml_file(tmp_path, "lr-warmup-iters: 7\ntrain-iters: 100\n"), Config().optimizer.lr_warmup_fraction
+    assert warm_up(path) == (7, share, 7) and warm_up(path, "--lr-warmup-fraction", "0.5") == (None, 0.5, 50)
     path = yaml_file(tmp_path, "lr-warmup-fraction: 0.5\ntrain-iters: 100\n")
-    optimizer = parse_arguments(["--config", path, *words]).config.optimizer
-    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == (3, Config().optimizer.lr_warmup_fraction)
-    assert parse_arguments(["--config", path]).config.optimizer.warmup_steps(100) == 50
+    assert warm_up(path) == (None, 0.5, 50)
+    for words in ("--lr-warmup-iters 3", "--lr-warmup-samples 30 --global-batch-size 10"):
+        assert warm_up(path, *words.split()) == (3, share, 3)
 
 
-@pytest.mark.parametrize("form", ["{}\n{}\n", "optimizer:\n  {}\n  {}\n"])
-def test_a_file_has_one_warm_up(form, tmp_path):
-    share = "lr_warmup_fraction: 0.05"
-    path = yaml_file(tmp_path, form.format(share, "lr-warmup-iters: 0"))
-    line = f"--config {path}: lr_warmup_iters and lr_warmup_fraction exclude each other: give one of them"
-    assert str(wrong_arguments("--config", parse_arguments, ["--config", path])) == line
-    path = yaml_file(tmp_path, form.format(share, "lr-warmup-iters: null"))
-    assert parse_arguments(["--config", path]).config.optimizer.lr_warmup_fraction == 0.05
-
-
-@pytest.mark.parametrize("share", [0.01, 0.05])
-def test_a_runs_own_file_may_have_both_warm_ups(share, tmp_path):
-    config = Config().replace(model={"vocab_size": 999}, optimizer={"lr_warmup_iters": 3, "lr_warmup_fraction": share})
-    save_config(config, tmp_path)
-    words = ["--config", str(tmp_path / "config.json")]
-    optimizer = parse_arguments(words).config.optimizer
-    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == (3, 0.01)
-    optimizer = parse_arguments([*words, "--lr-warmup-fraction", "0.2"]).config.optimizer
-    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == (None, 0.2)
+def test_a_file_has_one_warm_up_and_a_runs_own_may_have_both(tmp_path):
+    for form in ("{}\n{}\n", "optimizer:\n  {}\n  {}\n"):
+        path = yaml_file(tmp_path, form.format("lr_warmup_fraction: 0.05", "lr-warmup-iters: 0"))
+        line = f"--config {path}: lr_warmup_iters and lr_warmup_fraction exclude each other: give one of them"
+        assert str(wrong_arguments("--config", parse_arguments, ["--config", path])) == line
+        path = yaml_file(tmp_path, form.format("lr_warmup_fraction: 0.05", "lr-warmup-iters: null"))
+        assert warm_up(path) == (None, 0.05, 5)
+    for share in (0.01, 0.05):
+        optimizer = {"lr_warmup_iters": 3, "lr_warmup_fraction": share}
+        save_config(Config().replace(model={"vocab_size": 999}, optimizer=optimizer), tmp_path)
+        assert warm_up(tmp_path / "config.json") == (3, 0.01, 3)
+        assert warm_up(tmp_path / "config.json", "--lr-warmup-fraction", "0.2") == (None, 0.2, 20)
 
 
 def test_yaml_may_be_nested_by_concern(tmp_path):
@@ -361,3 +333,153 @@ def test_yaml_may_be_nested_by_concern(tmp_path):
     arguments = parse_arguments(["--config", yaml_file(tmp_path, text)])
     assert arguments.config == Config().replace(model={"num_layers": 3}, checkpoint={"save": "mine"})
     assert arguments.remarks == ()
+
+
+ROPE = {"position_encoding": "rope", "relative_distance": None, "seq_length": 64, "rope_theta": 160_000.0}
+
+
+def test_a_rate_goes_from_its_start_by_equal_steps_and_one_stays_to_the_last_bit() -> None:
+    rates = MaskRates.parse("0.3:0.15")
+    assert [rates.at(done, 3) for done in range(4)] == pytest.approx([0.3, 0.25, 0.2, 0.15])
+    assert rates.at(9, 3) == rates.end and rates.mean == pytest.approx(0.225)
+    for rate in (0.15, 0.1 + 0.2):
+        assert {MaskRates.parse(rate).at(done, 7) for done in range(8)} == {rate}
+    before, after = Config().to_dict(), Config().replace(objective={"mask_prob": "0.3:0.15"})
+    assert changed_settings(before, after) == ["--mask-prob: 0.15 → 0.3:0.15"]
+
+
+def by_flag_and_by_yaml(folder: Path, words: list[str], line: str) -> Iterator[Config]:
+    """Yield the settings of flags and those of a line in a file, which come back from JSON."""
+    (folder / "f.yaml").write_text(f"{line}\n")
+    for given in (words, ["--config", str(folder / "f.yaml")]):
+        config = parse_arguments([*given, "--train-iters", "10"]).config
+        assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+        yield config
+
+
+def test_rates_are_stored_in_one_way_and_what_is_none_is_refused(tmp_path: Path) -> None:
+    for value, stored in ((0.4, 0.4), ("0.4", 0.4), ("0.3:0.15", "0.3:0.15"), ("0.20:.2", 0.2)):
+        for config in by_flag_and_by_yaml(tmp_path, ["--mask-prob", str(value)], f"mask-prob: {value}"):
+            assert config.objective.mask_prob == stored
+    for value in ("0.3:1.5", "0:0.1", "0.3:", "many", "0.1:0.2:0.3", True, None, [0.3]):
+        wrong_arguments("--mask-prob is ", Config().replace, objective={"mask_prob": value})
+
+
+def test_each_step_has_its_phase_and_one_may_be_the_whole_run() -> None:
+    phases = parse_phases(("128:0.7", "256:0.9"), 512)
+    lengths = [phase_at(phases, done, 10).seq_length for done in range(11)]
+    assert lengths == [128] * 7 + [256] * 2 + [512] * 2
+    assert [phase_at(phases, done, 1).seq_length for done in (0, 1)] == [128, 512]
+    assert phase_at(parse_phases((), 512), 0, 10).seq_length == 512
+    config = Config().replace(training={"seq_length_phases": ("128:1",), "train_iters": 7})
+    assert [phase_at(config.phases, done, 7).seq_length for done in range(7)] == [128] * 7
+    assert config.mean_seq_length == 128 and config.model.seq_length == 512
+
+
+def test_a_causal_phase_comes_from_the_command_line_and_from_yaml_and_ends_at_its_share(tmp_path: Path) -> None:
+    for config in by_flag_and_by_yaml(tmp_path, ["--objective-phases", "clm:0.7"], "objective-phases: clm:0.7"):
+        setup = Setup(config, Ranks(0, 1, torch.device("cpu")))
+        assert [setup.at(step).causal for step in range(1, 11)] == [True] * 7 + [False] * 3
+        assert [setup.at(step).objective.labels["clm_loss"] for step in (1, 7)] == ["clm", "clm"]
+        assert setup.at(8) is setup and "clm_loss" not in setup.objective.labels
+    assert changed_settings(Config().to_dict(), config)[0] == "--objective-phases: none → clm:0.7"
+    line = "invalid choice: 'clm'.*; clm comes before another .* by --objective-phases clm:1"
+    refused(line, parse_arguments, ["--objective", "clm"])
+
+
+def test_theta_switches_with_the_phase_also_in_a_checkpoint(tmp_path: Path) -> None:
+    training = {"seq_length_phases": ("16:0.5:10000", "32:0.75"), "train_iters": 8}
+    config = Config().replace(model=ROPE, training=training)
+    assert [config.rope_theta_at(done) for done in range(8)] == [10_000.0] * 4 + [160_000.0] * 4
+    assert config.mean_seq_length == 16 / 2 + 32 / 4 + 64 / 4
+    for iteration, theta in ((0, 10_000.0), (4, 10_000.0), (5, 160_000.0)):
+        write_state(tmp_path, {"iteration": iteration, "config": config.to_dict()})
+        assert read_config(tmp_path).model.rope_theta == theta
+
+
+IMPOSSIBLE = {
+    "128": "expected LENGTH:END",
+    "128:x": "expected LENGTH:END",
+    "128:0.9:1:1": "expected LENGTH:END",
+    "2:0.9": r"it must be at least 3 and below 2\^31",
+    "128:1.1": "it must lie in",
+    "128:1 256:1": "growing ends, at most 1",
+    "128:0.9:0.5": "it must be at least 1",
+    "512:0.9": "of growing lengths below --seq-length 512",
+    "128:0.9 256:0.7": "growing ends",
+    "128:0.9:10000": "--position-encoding ddrp, which has none",
+    "128:0.1": "128:0.1 has no step: it begins after step 0 and ends with step 0 of --train-iters 4; give",
+    "128:0.5 256:0.6": "256:0.6 has no step: it begins after step 2 and ends with step 2 of --train-iters 4",
+}
+
+
+def test_phases_come_from_the_command_line_and_from_yaml_and_impossible_ones_are_refused(tmp_path: Path) -> None:
+    for words, message in IMPOSSIBLE.items():
+        training = {"seq_length_phases": tuple(words.split()), "train_iters": 4}
+        wrong_arguments(f"^--seq-length-phases.*{message}", Config().replace, training=training)
+    flags, line = ["--seq-length-phases", "128:0.7", "256:0.9"], 'seq-length-phases: ["128:0.7", "256:0.9"]'
+    for config in by_flag_and_by_yaml(tmp_path, flags, line):
+        assert config.training.seq_length_phases == ("128:0.7", "256:0.9")
+    (tmp_path / "f.yaml").write_text("seq-length-phases: 128:0.9\n")  # a time to YAML
+    refused("quote it in YAML", parse_arguments, ["--config", str(tmp_path / "f.yaml")])
+
+
+def test_a_dry_run_adds_up_the_hours_of_the_phases() -> None:
+    sizes = {"position_encoding": "absolute", "relative_distance": None, "num_layers": 1}
+    a100, config = DEVICES["a100"], Config().replace(model=sizes, training={"train_iters": 10})
+    hours = {length: hours_of(config.replace(model={"seq_length": length}), 8, a100) for length in (128, 512)}
+    phased = config.replace(training={"seq_length_phases": ("128:0.9",)})
+    assert hours_of(phased, 8, a100) == pytest.approx(0.9 * hours[128] + 0.1 * hours[512])
+
+
+BASE = "--data-path x --train-iters 10"
+
+
+def remarks(words: str) -> tuple[str, ...]:
+    return parse_arguments(f"{BASE} {words}".split()).remarks
+
+
+WITHOUT_EFFECT = {
+    "--global-every 2": "--global-every 2 (without --local-attention)",
+    "--rope-theta 5000": "--rope-theta 5000.0 (with --position-encoding ddrp)",
+    "--position-encoding t5 --direction-init free": "--direction-init free (with --position-encoding t5)",
+    "--position-encoding rope --relative-table per-layer": "per-layer (with --position-encoding rope)",
+    "--generator-size 0.5": "--generator-size 0.5 (with --objective mth)",
+    "--objective rtd --generator-size 0.5": "--generator-size 0.5 (with --objective rtd)",
+    "--objective mlm --tcd-tokens 20": "--tcd-tokens 20 (without TCD (--tcd-weight 0))",
+    "--hcd-weight 0 --hcd-heads 4": "--hcd-heads 4 (without HCD (--hcd-weight 0))",
+    "--notes-window 8": "--notes-window 8 (without --notes)",
+    "--index-cache-dir counts": "--index-cache-dir counts (without --notes)",
+    "--lr-decay-style constant --min-lr 1e-5": "--min-lr 1e-05 (with --lr-decay-style constant)",
+    "--eval-interval 0 --other-data-path P": "--other-data-path P (without validation (--eval-interval 0))",
+    "--profile-step-start 3": "--profile-step-start 3 (without --profile)",
+}
+WITH_EFFECT = (
+    "--local-attention 64 --global-every 2",
+    "--position-encoding rope --rope-theta 5000",
+    "--direction-init free --relative-table per-layer",
+    "--objective electra --generator-size 0.5 --rtd-weight 10",
+    "--tcd-tokens 20 --hcd-heads 4",
+    "--objective mlm --tcd-weight 0.5 --tcd-tokens 20",
+    "--notes --notes-window 8",
+    "--profile --save out --profile-step-start 3",
+    "--global-every 3 --rope-theta 10000 --objective mlm --tcd-tokens 50",  # the defaults
+    "--lr-decay-iters 1000 --lr-warmup-fraction 0.01",
+)
+
+
+def test_a_setting_without_effect_is_named_and_one_that_acts_or_is_the_default_is_not():
+    for words, remark in WITHOUT_EFFECT.items():
+        (line,) = remarks(words)
+        assert line.startswith("without effect: ") and line.endswith(remark)
+    assert {words: remarks(words) for words in WITH_EFFECT} == dict.fromkeys(WITH_EFFECT, ())
+
+
+def test_a_warm_up_that_outlasts_the_run_is_named_and_a_setting_without_effect_is_no_change_of_the_model():
+    (line,) = remarks("--lr-decay-iters 2000 --lr-warmup-fraction 0.01")
+    steps = "--lr-warmup-fraction 0.01 of --lr-decay-iters 2000 is 20 steps, more than --train-iters 10"
+    assert line == f"{steps}: the peak of the learning rate is never reached"
+    for encoding, changed in (("t5", []), ("rope", ["rope_theta"])):
+        words = [*BASE.split(), "--position-encoding", encoding]
+        first, second = (parse_arguments(words + more).config for more in ([], ["--rope-theta", "500"]))
+        assert changed_model(first, second) == changed
