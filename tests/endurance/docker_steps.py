@@ -57,18 +57,12 @@ def context_files(root: Path = ROOT) -> list[Path]:
     return [Path(name) for name in names if Path(name).parts[0] in allowed and (root / name).exists()]
 
 
-def copy_context(target: Path) -> None:
-    """Copy what a COPY of `.` would copy."""
-    for file in context_files():
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / file, target / file)
-
-
 def run_steps(folder: Path, overrides: dict[str, str]) -> None:
     """Run the Dockerfile's steps in `folder`: .venv there is the image's Python."""
-    dockerfile = read_dockerfile()
-    source = folder / "src"
-    copy_context(source)
+    dockerfile, source = read_dockerfile(), folder / "src"
+    for file in context_files():
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / file, source / file)
     venv.create(folder / "python", with_pip=True)
     variables = {**dockerfile.defaults("ARG"), **overrides}
     environment = {"PATH": f"{folder / 'python' / 'bin'}:/usr/bin:/bin", "HOME": str(folder), **variables}

@@ -85,11 +85,7 @@ class Run(NamedTuple):
     flags: dict[str, Any]
 
 
-RUNS = [
-    *(Run(name, 1, flags) for name, flags in ONE_PROCESS.items()),
-    *(Run(name, 2, flags) for name, flags in TWO_RANKS.items()),
-]
-assert len(RUNS) == 27
+RUNS = [Run(name, ranks, runs[name]) for ranks, runs in ((1, ONE_PROCESS), (2, TWO_RANKS)) for name in runs]
 
 
 @contextlib.contextmanager
@@ -104,11 +100,6 @@ def source_tree(commit: str | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def tree_environment(tree: Path) -> dict[str, str]:
-    """Return the variables with which a process imports from `tree`, on the CPU, with one thread."""
-    return environment() | {"PYTHONPATH": str(tree)}
-
-
 def make_data(tree: Path, folder: Path) -> dict[str, Any]:
     """Write the tests' corpus as `tree` preprocesses it, and return the flags that read it."""
     texts = documents()
@@ -117,7 +108,9 @@ def make_data(tree: Path, folder: Path) -> dict[str, Any]:
     words = ["--input", text_file, "--output-prefix", folder / "corpus", "--vocab-file", vocab_file]
     command = [sys.executable, tree / "tools" / "preprocess_data.py", *words]
     command += ["--tokenizer-type", "BertWordPieceLowerCase", "--workers", "1"]
-    subprocess.run([str(word) for word in command], check=True, env=tree_environment(tree), capture_output=True)
+    subprocess.run(
+        [str(word) for word in command], check=True, env=environment() | {"PYTHONPATH": str(tree)}, capture_output=True
+    )
     return {"data_path": folder / "corpus_text_document", "vocab_file": vocab_file}
 
 
@@ -133,7 +126,9 @@ def start(tree: Path, runs: list[Run], data: dict[str, Any], folder: Path) -> su
         entries.append({"name": run.name, "ranks": run.ranks, "arguments": arguments, "folder": str(save)})
     (folder / "runs.json").write_text(json.dumps(entries), encoding="utf-8")
     command = [sys.executable, str(DRIVER), str(tree), str(folder / "runs.json")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=tree_environment(tree), cwd=folder)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment() | {"PYTHONPATH": str(tree)}, cwd=folder
+    )
 
 
 def exact_values(folder: Path) -> dict[str, str]:
@@ -196,14 +191,10 @@ def main() -> int:
     parser.add_argument("base", metavar="BASE", help="commit to compare with")
     parser.add_argument("head", metavar="HEAD", nargs="?", help="commit to compare; default the working tree")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only the runs with one of these words in the name")
-    arguments = parser.parse_args()
-    runs = [run for run in RUNS if not arguments.only or any(word in run.name for word in arguments.only)]
+    given = parser.parse_args()
+    runs = [run for run in RUNS if not given.only or any(word in run.name for word in given.only)]
     os.environ["OMP_NUM_THREADS"] = "1"
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        source_tree(arguments.base) as base,
-        source_tree(arguments.head) as head,
-    ):
+    with tempfile.TemporaryDirectory() as folder, source_tree(given.base) as base, source_tree(given.head) as head:
         different = compare(base, head, runs, Path(folder))
     print(f"{len(runs) - different} of {len(runs)} runs are the same to the last bit")
     return int(different > 0)

@@ -25,11 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline 2, ZeRO 1": {"zero_stage": 1, "pipeline_model_parallel_size": 2},
     "ZeRO 3": {"zero_stage": 3},
 }
-SUMS: dict[str, dict[str, Any]] = {
-    "in fp32": {},
-    "in fp32, reduced in bf16": {"communication_data_type": "bf16"},
-    "in bf16": IN_BF16,
-}
+SUMS = {"in fp32": {}, "in fp32, reduced in bf16": {"communication_data_type": "bf16"}, "in bf16": IN_BF16}
 """Column → what a file of `--deepspeed_config` says."""
 
 

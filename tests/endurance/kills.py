@@ -29,8 +29,7 @@ class Killer:
     """Kills a run's ranks some steps after its start, at a random moment within a step or a save."""
 
     def __init__(self, folder: Path, generator: random.Random) -> None:
-        self.metrics = folder / "metrics.jsonl"
-        self.generator = generator
+        self.metrics, self.generator = folder / "metrics.jsonl", generator
 
     def rows(self) -> int:
         return self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
@@ -85,9 +84,8 @@ def main() -> None:
         own = {"data_path": given.data_path, "vocab_file": given.vocab_file}
         flags = command_line(TINY | changes | (own if given.data_path else make_corpus(Path(folder))))
         seen = kill_and_compare(given.kills, flags, Path(folder), given.seed, given.ranks)
-    print(
-        ", ".join(f"{count} {what}" for what, count in seen.items()) + ": losses, weights and moments equal bit for bit"
-    )
+    counts = ", ".join(f"{count} {what}" for what, count in seen.items())
+    print(f"{counts}: losses, weights and moments equal bit for bit")
 
 
 if __name__ == "__main__":

@@ -49,11 +49,8 @@ class Layout(NamedTuple):
         return self.tensor * self.pipeline * self.data
 
     def flags(self) -> dict[str, int]:
-        return {
-            "tensor_model_parallel_size": self.tensor,
-            "pipeline_model_parallel_size": self.pipeline,
-            "zero_stage": self.zero_stage,
-        }
+        sizes = {"tensor_model_parallel_size": self.tensor, "pipeline_model_parallel_size": self.pipeline}
+        return sizes | {"zero_stage": self.zero_stage}
 
 
 def layouts(world_sizes: list[int]) -> list[Layout]:
@@ -87,9 +84,8 @@ def measure(
         assert nearest >= SMALLEST_HCD, f"{model}: HCD comes as close to 0 as {nearest:.1e}: choose another seed"
         for world_size in sorted({layout.world_size for layout in chosen}):
             group = [layout for layout in chosen if layout.world_size == world_size]
-            for layout, rows in zip(
-                group, train_runs(world_size, [words(model, layout.flags()) for layout in group]), strict=True
-            ):
+            found = train_runs(world_size, [words(model, layout.flags()) for layout in group])
+            for layout, rows in zip(group, found, strict=True):
                 yield layout, model, largest_differences(rows, reference)
 
 
@@ -110,10 +106,8 @@ def main() -> int:
     parser.add_argument("--world-sizes", nargs="+", type=int, choices=(1, 2, 4, 8), default=[1, 2, 4, 8])
     parser.add_argument("--write", action="store_true", help=f"replace the table in {DOCUMENT}")
     arguments = parser.parse_args()
-    models = [
-        {"position_encoding": encoding, "objective": objective}
-        for encoding, objective in itertools.product(arguments.encodings, arguments.objectives)
-    ]
+    pairs = itertools.product(arguments.encodings, arguments.objectives)
+    models = [{"position_encoding": encoding, "objective": objective} for encoding, objective in pairs]
     chosen = layouts(arguments.world_sizes)
     worst: dict[Layout, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder, tqdm(total=len(models) * len(chosen), unit="run") as bar:
@@ -124,8 +118,7 @@ def main() -> int:
                 row = worst.setdefault(layout, {})
                 row[name] = max(row.get(name, 0.0), difference)
     names = f"{', '.join(arguments.encodings)} under {' and '.join(arguments.objectives)}"
-    note = f"{len(models) * len(chosen)} runs: {names}."
-    text = table(worst, note)
+    text = table(worst, f"{len(models) * len(chosen)} runs: {names}.")
     print(text)
     if arguments.write:
         write_table(DOCUMENT, "layouts", text)

@@ -78,11 +78,9 @@ class Bench:
 
     def _command(self, name: str, reader: str) -> Command:
         """A reader's command in a fresh copy of the sample."""
-        shutil.copytree(self.sample, self.folder / name)
+        folder = shutil.copytree(self.sample, self.folder / name)
         words = tuple(word.format(home=self.sample) for word in READERS[reader].words)
-        return Command(
-            words, self.folder / name, *(self.folder / f"{name}.{stream}" for stream in ("stdout", "stderr"))
-        )
+        return Command(words, folder, self.folder / f"{name}.stdout", self.folder / f"{name}.stderr")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -91,11 +89,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
     parts = []
     for head, of in (("what is damaged", lambda o: o.label), ("how", lambda o: o.harm)):
         groups = {name: [o for o in outcomes if of(o) == name] for name in dict.fromkeys(map(of, outcomes))}
-        rows = [
-            [name, str(len(group)), *(str(_count(group, column)) for column in columns)]
-            for name, group in (groups | {"all": outcomes}).items()
-        ]
-        parts.append(str(Table([head, "files", *columns], rows)))
+        groups["all"] = list(outcomes)
+        rows = [[name, len(group), *(_count(group, column) for column in columns)] for name, group in groups.items()]
+        parts.append(str(Table([head, "files", *columns], [list(map(str, row)) for row in rows])))
     readers = ", ".join(f"`{name}`" for name in READERS if any(o.reader == name for o in outcomes))
     meanings = "; ".join(f"*{column}*: {VERDICTS[column]}" for column in columns)
     return "\n\n".join([*parts, f"{meanings}.", f"Read by {readers}."])

@@ -11,6 +11,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,10 @@ JUNK = 64
 """Most bytes that are appended, and the length of the block that becomes zeros."""
 
 
-def flip_bit(path: Path, generator: random.Random) -> str:
-    """Flip one bit anywhere."""
+def flip_bit(path: Path, generator: random.Random, header: int = 0) -> str:
+    """Flip one bit anywhere, or in the header of so many bytes."""
     data = bytearray(path.read_bytes())
-    place, bit = generator.randrange(len(data)), generator.randrange(8)
+    place, bit = generator.randrange(header or len(data)), generator.randrange(8)
     data[place] ^= 1 << bit
     path.write_bytes(data)
     return f"bit {bit} of byte {place}"
@@ -35,17 +36,13 @@ def flip_bit(path: Path, generator: random.Random) -> str:
 
 def flip_header_bit(path: Path, generator: random.Random) -> str:
     """Flip one bit of a .safetensors file's header, where names, shapes and places stand."""
-    data = bytearray(path.read_bytes())
-    place, bit = generator.randrange(8 + int.from_bytes(data[:8], "little")), generator.randrange(8)
-    data[place] ^= 1 << bit
-    path.write_bytes(data)
-    return f"bit {bit} of byte {place}"
+    return flip_bit(path, generator, 8 + int.from_bytes(path.read_bytes()[:8], "little"))
 
 
-def truncate(path: Path, generator: random.Random) -> str:
-    """Cut the file off anywhere before its end."""
+def truncate(path: Path, generator: random.Random, sizes: Sequence[int] = ()) -> str:
+    """Cut the file off anywhere before its end, or at one of some sizes."""
     data = path.read_bytes()
-    size = generator.randrange(1, len(data))
+    size = generator.choice(sizes) if sizes else generator.randrange(1, len(data))
     path.write_bytes(data[:size])
     return f"{size} of {len(data)} bytes left"
 
@@ -53,10 +50,8 @@ def truncate(path: Path, generator: random.Random) -> str:
 def cut_row(path: Path, generator: random.Random) -> str:
     """Cut the file off within a line, not between two, where nothing would show it."""
     data = path.read_bytes()
-    ends = [place for place, byte in enumerate(data) if byte == ord("\n")]
-    size = generator.choice([size for size in range(1, len(data)) if not {size - 1, size} & {*ends}])
-    path.write_bytes(data[:size])
-    return f"{size} of {len(data)} bytes left"
+    ends = {place for place, byte in enumerate(data) if byte == ord("\n")}
+    return truncate(path, generator, [size for size in range(1, len(data)) if not {size - 1, size} & ends])
 
 
 def zero_block(path: Path, generator: random.Random) -> str:
@@ -70,13 +65,11 @@ def zero_block(path: Path, generator: random.Random) -> str:
 
 
 def empty(path: Path, generator: random.Random) -> str:
-    """Leave a file of no bytes."""
     path.write_bytes(b"")
     return "0 bytes"
 
 
 def delete(path: Path, generator: random.Random) -> str:
-    """Remove the file."""
     path.unlink()
     return "deleted"
 
@@ -89,7 +82,6 @@ def append_junk(path: Path, generator: random.Random) -> str:
 
 
 def put_folder(path: Path, generator: random.Random) -> str:
-    """Replace the file by a folder of its name."""
     path.unlink()
     path.mkdir()
     return "a folder"
@@ -101,16 +93,6 @@ def break_utf8(path: Path, generator: random.Random) -> str:
     place = generator.randint(0, len(data))
     path.write_bytes(data[:place] + b"\xff" + data[place:])
     return f"byte 0xff at {place}"
-
-
-def swap(other: Path) -> Harm:
-    """Return the damage that puts `other`, a whole file of the same kind, in a file's place."""
-
-    def put_other(path: Path, generator: random.Random) -> str:
-        shutil.copyfile(other, path)
-        return f"replaced by another {other.name}"
-
-    return put_other
 
 
 def blank(path: Path, generator: random.Random) -> str:
@@ -129,34 +111,25 @@ def unknown_name(path: Path, generator: random.Random) -> str:
 def wrong_type(path: Path, generator: random.Random) -> str:
     """Replace one value of a JSON file by one of another type."""
 
-    def harm(holder: Any, key: Any) -> str:
-        old = holder[key]
+    def value(old: Any) -> Any:
         others = [None, 7, "text", [], [1, 2], {}, {"a": 1}, True]
-        holder[key] = generator.choice([value for value in others if type(value) is not type(old)])
-        return f"{key!r}: {old!r:.40} became {holder[key]!r}"
+        return generator.choice([other for other in others if type(other) is not type(old)])
 
-    return _edit_json(path, generator, harm, lambda holder, key: True)
+    return _edit_json(path, generator, lambda holder, key: True, value)
 
 
 def drop_key(path: Path, generator: random.Random) -> str:
     """Remove one key of a JSON file."""
-
-    def harm(holder: Any, key: Any) -> str:
-        del holder[key]
-        return f"{key!r} missing"
-
-    return _edit_json(path, generator, harm, lambda holder, key: isinstance(holder, dict))
+    return _edit_json(path, generator, lambda holder, key: isinstance(holder, dict))
 
 
 def edit_number(path: Path, generator: random.Random) -> str:
     """Change one number of a JSON file."""
 
-    def harm(holder: Any, key: Any) -> str:
-        old = holder[key]
-        holder[key] = generator.choice([old + 1, old * 10 + 1, -old - 1])
-        return f"{key!r}: {old!r} became {holder[key]!r}"
+    def value(old: Any) -> Any:
+        return generator.choice([old + 1, old * 10 + 1, -old - 1])
 
-    return _edit_json(path, generator, harm, lambda holder, key: type(holder[key]) in (int, float))
+    return _edit_json(path, generator, lambda holder, key: type(holder[key]) in (int, float), value)
 
 
 def wrong_row(path: Path, generator: random.Random) -> str:
@@ -185,24 +158,26 @@ def edit_sizes(*names: str) -> Harm:
 
 
 def _edit_json(
-    path: Path, generator: random.Random, harm: Callable[[Any, Any], str], fits: Callable[[Any, Any], bool]
+    path: Path, generator: random.Random, fits: Callable[[Any, Any], bool], new: Callable[[Any], Any] | None = None
 ) -> str:
-    """Do `harm(holder, key)` to one place of a JSON or YAML file, or of one line if the file has one value per line."""
+    """Make the value at one (holder, key) that fits another one, or remove it: in a JSON or YAML file, or in one line
+    if the file has one value per line."""
     text = path.read_text(encoding="utf-8")
     per_line = path.suffix == ".jsonl"
-    read, write = (yaml.safe_load, yaml.safe_dump) if path.suffix == ".yaml" else (json.loads, _indented)
-    values = [json.loads(line) for line in text.splitlines()] if per_line else [read(text)]
+    read, write = yaml.safe_load, yaml.safe_dump
+    if path.suffix != ".yaml":
+        read, write = json.loads, partial(json.dumps, indent=None if per_line else 2)
+    values = list(map(read, text.splitlines() if per_line else [text]))
     number = generator.randrange(len(values))
-    value = values[number]
-    places = [(holder, key) for holder, key in _places(value) if fits(holder, key)]
-    done = harm(*generator.choice(places))
-    lines = [json.dumps(value) for value in values] if per_line else [write(value)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    holder, key = generator.choice([place for place in _places(values[number]) if fits(*place)])
+    if new:
+        old, holder[key] = holder[key], new(holder[key])
+        done = f"{key!r}: {old!r:.40} became {holder[key]!r}"
+    else:
+        del holder[key]
+        done = f"{key!r} missing"
+    path.write_text("".join(f"{write(value)}\n" for value in values), encoding="utf-8")
     return f"line {number + 1}: {done}" if per_line else done
-
-
-def _indented(value: Any) -> str:
-    return json.dumps(value, indent=2)
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -213,15 +188,8 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places(value[key])
 
 
-BYTES: dict[str, Harm] = {
-    "flipped bit": flip_bit,
-    "truncated": truncate,
-    "zeroed block": zero_block,
-    "empty": empty,
-    "deleted": delete,
-    "junk appended": append_junk,
-    "a folder instead": put_folder,
-}
+BYTES: dict[str, Harm] = {"flipped bit": flip_bit, "truncated": truncate, "zeroed block": zero_block, "empty": empty}
+BYTES |= {"deleted": delete, "junk appended": append_junk, "a folder instead": put_folder}
 """Harms to the bytes of any file, by name."""
 STRUCTURE = {name: harm for name, harm in BYTES.items() if name not in ("flipped bit", "zeroed block")}
 """Harms that change a file's size, which a reader sees without a sum."""
@@ -237,16 +205,22 @@ ANY_YAML = BYTES | TEXT | {"wrong type": wrong_type, "key missing": drop_key}
 VALID_OR_NOT = STRUCTURE | TEXT | {"zeroed block": zero_block}
 """Damage that a reader can tell without knowing what stood there."""
 NEWEST = f"run/iter_{SAVED:07d}"
-RUN_READERS = (
-    *("training", "convert --load", "glue --load", "analyze attention-maps"),
-    *("analyze self-similarity", "analyze notes"),
-)
+RUN_READERS = ("training", "convert --load", "glue --load", "analyze attention-maps", "analyze self-similarity")
+RUN_READERS += ("analyze notes",)
 KEPT_READERS = (("kept", ("predict", "glue --load, a kept model")), ("kept_bert", ("predict, a BERT",)))
 TEXT_ROWS = VALID_OR_NOT | {"truncated": cut_row, "wrong type": wrong_type, "key missing": drop_key}
+METRICS = VALID_OR_NOT | {"truncated": cut_row, "wrong type": wrong_row}
 EXPORT_READERS = ("glue --load, our export", "analyze, our export")
+HEADER, TYPE = STRUCTURE | {"flipped bit": flip_header_bit}, {"wrong type": wrong_type}
+OF_VOCABULARY = ("training", "dataset inspect", "dataset verify")
 BERT_READERS = ("convert --from-hf", "glue --load, a BERT", "analyze, a BERT")
 DATA_CHECKS = ("training --verify-data", "dataset verify")
 DATA_READERS = ("dataset inspect", "dataset merge", "analyze attention-maps", "report")
+DATA_BEFORE_REPORT = (*DATA_CHECKS, *DATA_READERS[:3])
+SIZES = ("hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size")
+SAVE, OTHER, OLDER = f"iter_{SAVED:07d}", "data/other_text_document", "run/iter_0000002"
+BERT_JSON = VALID_OR_NOT | {"wrong type": wrong_type, "key missing": drop_key, "edited number": edit_sizes(*SIZES)}
+TABLE = TEXT | {name: STRUCTURE[name] for name in ("deleted", "empty", "a folder instead")}
 
 
 class Kind(NamedTuple):
@@ -269,59 +243,32 @@ class Kind(NamedTuple):
 
 
 SAVED_FILES = (
-    ("checkpoint: weights", "weights-*", RUN_READERS),
-    ("checkpoint: optimizer", "optimizer-*", ("training", "convert --load")),
-    ("checkpoint: notes", "beside-*", ("training", "convert --load", "analyze notes")),
+    ("checkpoint: weights", "weights-*", BYTES, RUN_READERS),
+    ("checkpoint: optimizer", "optimizer-*", BYTES, ("training", "convert --load")),
+    ("checkpoint: notes", "beside-*", BYTES, ("training", "convert --load", "analyze notes")),
+    ("checkpoint: state.json", "state.json", ANY_JSON, RUN_READERS),
 )
 KINDS = (
-    Kind("dataset: .bin", "data/corpus*.bin", BYTES, DATA_CHECKS, other="data/other_text_document.bin"),
-    Kind("dataset: .bin", "data/corpus*.bin", STRUCTURE, DATA_READERS, other="data/other_text_document.bin"),
-    Kind("dataset: .idx", "data/corpus*.idx", BYTES, DATA_CHECKS + DATA_READERS, other="data/other_text_document.idx"),
+    Kind("dataset: .bin", "data/corpus*.bin", BYTES, DATA_CHECKS, other=f"{OTHER}.bin"),
+    Kind("dataset: .bin", "data/corpus*.bin", STRUCTURE, DATA_READERS, other=f"{OTHER}.bin"),
+    Kind("dataset: .idx", "data/corpus*.idx", BYTES, DATA_CHECKS + DATA_READERS, other=f"{OTHER}.idx"),
     Kind(
-        "dataset: manifest",
-        "data/corpus*.json",
-        ANY_JSON,
-        (*DATA_CHECKS, *DATA_READERS[:3]),
-        ("manifest", "SHA-256"),
-        other="data/other_text_document.json",
-        loses=True,
+        *("dataset: manifest", "data/corpus*.json", ANY_JSON, DATA_BEFORE_REPORT, ("manifest", "SHA-256")),
+        *(f"{OTHER}.json", True),
     ),
     Kind("cache: rare words", "data/corpus*.npz", BYTES, ("training",), other="data/other*.npz"),
     *(
-        Kind(label, f"{NEWEST}/{files}", BYTES, readers, (Path(NEWEST).name,), other=f"run/iter_0000002/{files}")
-        for label, files, readers in SAVED_FILES
+        Kind(label, f"{NEWEST}/{files}", harms, readers, (SAVE,), other=f"{OLDER}/{files}")
+        for label, files, harms, readers in SAVED_FILES
     ),
     Kind(
-        "checkpoint: state.json",
-        f"{NEWEST}/state.json",
-        ANY_JSON,
-        RUN_READERS,
-        (Path(NEWEST).name,),
-        other="run/iter_0000002/state.json",
-    ),
-    Kind(
-        "run: latest",
-        "run/latest",
-        BYTES | TEXT | {"blank": blank, "unknown name": unknown_name},
-        RUN_READERS,
-        (Path(NEWEST).name,),
+        "run: latest", "run/latest", BYTES | TEXT | {"blank": blank, "unknown name": unknown_name}, RUN_READERS, (SAVE,)
     ),
     Kind("run: config.json", "run/config.json", ANY_JSON, ("training", "convert --load", "glue --load")),
     Kind("run: tokenizer", "run/tokenizer/*", BYTES | TEXT, (*RUN_READERS[:4], "analyze notes"), ("tokenizer",)),
-    Kind(
-        "run: metrics.jsonl",
-        "run/metrics.jsonl",
-        VALID_OR_NOT | {"truncated": cut_row, "wrong type": wrong_row},
-        ("training", "report"),
-        loses=True,
-    ),
+    Kind("run: metrics.jsonl", "run/metrics.jsonl", METRICS, ("training", "report"), loses=True),
     Kind("GLUE: runs.jsonl", "glue/runs.jsonl", ANY_JSON, ("glue, resumed", "glue --report"), loses=True),
-    Kind(
-        "GLUE: table.md",
-        "glue/table.md",
-        TEXT | {name: STRUCTURE[name] for name in ("deleted", "empty", "a folder instead")},
-        ("report",),
-    ),
+    Kind("GLUE: table.md", "glue/table.md", TABLE, ("report",)),
     Kind("our export: weights", "export/*.safetensors", BYTES, EXPORT_READERS, other="other_export/*.safetensors"),
     Kind("our export: weights", "plain/*.safetensors", BYTES, ("convert --from-hf, our export",)),
     Kind("our export: config.json", "export/config.json", ANY_JSON, EXPORT_READERS),
@@ -330,37 +277,11 @@ KINDS = (
     Kind("our export: tokenizer", "plain/[stv]*[!s]", BYTES | TEXT, ("convert --from-hf, our export",), ("tokenizer",)),
     Kind("our export: sums", "export/export_sums.json", ANY_JSON, EXPORT_READERS),
     Kind("our export: model code", "export/*.py", BYTES, EXPORT_READERS),
-    Kind(
-        "foreign BERT: weights",
-        "bert/model.safetensors",
-        STRUCTURE | {"flipped bit": flip_header_bit},
-        BERT_READERS,
-        other="plain/model.safetensors",
-    ),
-    Kind(
-        "foreign BERT: config.json",
-        "bert/config.json",
-        VALID_OR_NOT
-        | {
-            "wrong type": wrong_type,
-            "key missing": drop_key,
-            "edited number": edit_sizes("hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size"),
-        },
-        BERT_READERS,
-        other="plain/config.json",
-    ),
+    Kind("foreign BERT: weights", "bert/model.safetensors", HEADER, BERT_READERS, other="plain/model.safetensors"),
+    Kind("foreign BERT: config.json", "bert/config.json", BERT_JSON, BERT_READERS, other="plain/config.json"),
     Kind("foreign BERT: tokenizer", "bert/vocab.txt", VALID_OR_NOT, BERT_READERS, ("tokenizer", "pieces"), loses=True),
-    Kind(
-        "foreign BERT: tokenizer", "bert/tokenizer_config.json", VALID_OR_NOT | {"wrong type": wrong_type}, BERT_READERS
-    ),
-    Kind(
-        "vocabulary",
-        "vocab.txt",
-        BYTES | TEXT,
-        ("training", "dataset inspect", "dataset verify"),
-        ("tokenizer",),
-        other="bert/tokenizer_config.json",
-    ),
+    Kind("foreign BERT: tokenizer", "bert/tokenizer_config.json", VALID_OR_NOT | TYPE, BERT_READERS),
+    Kind("vocabulary", "vocab.txt", BYTES | TEXT, OF_VOCABULARY, ("tokenizer",), other="bert/tokenizer_config.json"),
     *(
         kind
         for folder, readers in KEPT_READERS
@@ -412,7 +333,9 @@ class Case(NamedTuple):
             return path, self.kind.harms[self.harm](path, generator)
         own = path.relative_to(folder)
         others = [other for other in sorted(sample.glob(self.kind.other or "")) if other.relative_to(sample) != own]
-        return path, swap(generator.choice(others))(path, generator)
+        other = generator.choice(others)
+        shutil.copyfile(other, path)
+        return path, f"replaced by another {other.name}"
 
 
 def all_cases(repeats: int) -> list[Case]:

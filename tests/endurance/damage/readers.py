@@ -35,6 +35,8 @@ FEW = ("--sentences", "16", "--split", "0,1,0", "--data-path", DATASET, "--outpu
 FINETUNE = ("-m", "megatron_ddrp", "finetune", "--task-file", "tone/tone.yaml", "--batch-size", "8", "--lr", "1e-2")
 FINETUNE += ("--epochs", "1", "--seeds", "1", "--workers", "1", "--output-dir", "out")
 PREPROCESS = ("--vocab-file", "vocab.txt", "--output-prefix", "again")
+TOKENIZED = "out/all*.bin out/all*.idx"
+_RESUME = ("pretrain_bert.py", *command_line(RUN), "--load", "run")
 
 
 class Reader(NamedTuple):
@@ -57,101 +59,61 @@ class Reader(NamedTuple):
         return self.name == "dataset verify"
 
 
-def _analysis(name: str, command: str, folder: str) -> Reader:
-    words = ("tools/analyze.py", command, "--load", folder, *FEW)
-    return Reader(name, words, ("out.json",))
-
-
-def _glue(name: str, folder: str) -> Reader:
-    return Reader(name, ("-m", "tasks.glue", "--load", folder, *QUICK), ("out/**/*",))
-
-
-def _import(name: str, folder: str) -> Reader:
-    return Reader(name, ("tools/convert_checkpoint.py", "--from-hf", folder, "--output", "out"), ("out/**/*",))
-
-
-def _predict(name: str, folder: str) -> Reader:
-    files = ("--input", "tone/new.jsonl", "--output", "labelled.jsonl")
-    return Reader(name, ("-m", "megatron_ddrp", "finetune", "predict", "--load", folder, *files), ("labelled.jsonl",))
-
-
-def _preprocess(name: str, inputs: str, *tokenizer: str) -> Reader:
-    words = ("tools/preprocess_data.py", "--input", *inputs.split(), *tokenizer, "--output-prefix", "out/all")
-    return Reader(name, words, ("out/all*.bin", "out/all*.idx"))
-
-
-_PACKED = " ".join(f"packed/texts.jsonl.{suffix}" for suffix in ("gz", "xz", "zst", "bz2"))
-_RESUME = ("pretrain_bert.py", *command_line(RUN), "--load", "run")
+GLUE, IMPORT, ANALYZE = "-m tasks.glue --load", "tools/convert_checkpoint.py --output out --from-hf", "tools/analyze.py"
+PREDICT = "-m megatron_ddrp finetune predict --input tone/new.jsonl --output labelled.jsonl --load"
+SCORE = "-m megatron_ddrp minimal-pairs --data-dir pairs --load bert --workers 1 --output-dir scores"
+REPORT = f"tools/training_report.py --load run --data-path {DATASET} --scores-dir glue --output-dir out"
+TOKENIZE = "tools/preprocess_data.py --output-prefix out/all --input texts.jsonl"
+PACKED = " ".join(f"packed/texts.jsonl.{suffix}" for suffix in ("gz", "xz", "zst", "bz2"))
+LINES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "training": ("", _RESUME, f"run/metrics.jsonl run/iter_{STEPS:07d}/* run/tokenizer/* run/latest"),
+    "training --verify-data": (
+        "",
+        (*_RESUME, "--verify-data"),
+        f"run/metrics.jsonl run/iter_{STEPS:07d}/*.safetensors",
+    ),
+    "convert --load": ("tools/convert_checkpoint.py --load run --output out", (), "out/**/*"),
+    "convert --from-hf": (f"{IMPORT} bert", (), "out/**/*"),
+    "convert --from-hf, our export": (f"{IMPORT} plain", (), "out/**/*"),
+    "glue --load": (f"{GLUE} run", QUICK, "out/**/*"),
+    "glue --load, our export": (f"{GLUE} export", QUICK, "out/**/*"),
+    "glue --load, a BERT": (f"{GLUE} bert", QUICK, "out/**/*"),
+    "glue, resumed": ("-m tasks.glue", SWEEP, "glue/table.*"),
+    "glue --report": ("-m tasks.glue --report glue --output-dir out", (), "out/table.*"),
+    "analyze attention-maps": (f"{ANALYZE} attention-maps --load run", FEW, "out.json"),
+    "analyze self-similarity": (f"{ANALYZE} self-similarity --load run", FEW, "out.json"),
+    "analyze, our export": (f"{ANALYZE} attention-maps --load export", FEW, "out.json"),
+    "analyze, a BERT": (f"{ANALYZE} self-similarity --load bert", FEW, "out.json"),
+    "analyze notes": (f"{ANALYZE} notes --load run --data-path {DATASET} --output out.json", (), "out.json"),
+    "report": (REPORT, (), "out/report.md"),
+    "dataset inspect": (f"tools/dataset.py inspect {DATASET} --vocab-file vocab.txt", (), ""),
+    "dataset verify": (f"tools/dataset.py verify {DATASET} --vocab-file vocab.txt", (), ""),
+    "dataset merge": (
+        *(f"tools/dataset.py merge --output-prefix out/all data/other_text_document {DATASET}", ()),
+        "out/all.bin out/all.idx",
+    ),
+    "preprocess": (TOKENIZE, PREPROCESS[:2], TOKENIZED),
+    "preprocess, packed": (f"{TOKENIZE.replace('texts.jsonl', PACKED)}", PREPROCESS[:2], TOKENIZED),
+    "preprocess, HuggingFace": (f"{TOKENIZE} --tokenizer-type HuggingFace --tokenizer-model hf", (), TOKENIZED),
+    "preprocess, SentencePiece": (
+        f"{TOKENIZE} --tokenizer-type SentencePiece --tokenizer-model sp.model",
+        (),
+        TOKENIZED,
+    ),
+    "finetune": ("", (*FINETUNE, "--load", "bert", "--no-keep-models"), "out/table.json out/runs.jsonl"),
+    "predict": (f"{PREDICT} kept", (), "labelled.jsonl"),
+    "predict, a BERT": (f"{PREDICT} kept_bert", (), "labelled.jsonl"),
+    "glue --load, a kept model": (f"{GLUE} kept", QUICK, "out/**/*"),
+    "minimal-pairs, resumed": (SCORE, (), "scores/results.json scores/table.md"),
+    "compare --page-only": (
+        *("-m megatron_ddrp compare plan.yaml --output-dir compare --page-only", ()),
+        "compare/results.json compare/page.md compare/rows.jsonl",
+    ),
+    "compare, rows": ("-m megatron_ddrp compare rows/rows.jsonl --output-dir out", (), "out/results.json out/page.md"),
+}
+"""Name → the first words, the rest of them, and the patterns of results."""
 READERS = {
-    reader.name: reader
-    for reader in (
-        Reader("training", _RESUME, ("run/metrics.jsonl", f"run/iter_{STEPS:07d}/*", "run/tokenizer/*", "run/latest")),
-        Reader(
-            "training --verify-data",
-            (*_RESUME, "--verify-data"),
-            ("run/metrics.jsonl", f"run/iter_{STEPS:07d}/*.safetensors"),
-        ),
-        Reader("convert --load", ("tools/convert_checkpoint.py", "--load", "run", "--output", "out"), ("out/**/*",)),
-        _import("convert --from-hf", "bert"),
-        _import("convert --from-hf, our export", "plain"),
-        _glue("glue --load", "run"),
-        _glue("glue --load, our export", "export"),
-        _glue("glue --load, a BERT", "bert"),
-        Reader("glue, resumed", ("-m", "tasks.glue", *SWEEP), ("glue/table.*",)),
-        Reader("glue --report", ("-m", "tasks.glue", "--report", "glue", "--output-dir", "out"), ("out/table.*",)),
-        _analysis("analyze attention-maps", "attention-maps", "run"),
-        _analysis("analyze self-similarity", "self-similarity", "run"),
-        _analysis("analyze, our export", "attention-maps", "export"),
-        _analysis("analyze, a BERT", "self-similarity", "bert"),
-        Reader(
-            "analyze notes",
-            ("tools/analyze.py", "notes", "--load", "run", "--data-path", DATASET, "--output", "out.json"),
-            ("out.json",),
-        ),
-        Reader(
-            "report",
-            ("tools/training_report.py", "--load", "run", "--data-path", DATASET)
-            + ("--scores-dir", "glue", "--output-dir", "out"),
-            ("out/report.md",),
-        ),
-        Reader("dataset inspect", ("tools/dataset.py", "inspect", DATASET, "--vocab-file", "vocab.txt"), ()),
-        Reader("dataset verify", ("tools/dataset.py", "verify", DATASET, "--vocab-file", "vocab.txt"), ()),
-        Reader(
-            "dataset merge",
-            ("tools/dataset.py", "merge", "--output-prefix", "out/all", "data/other_text_document", DATASET),
-            ("out/all.bin", "out/all.idx"),
-        ),
-        _preprocess("preprocess", "texts.jsonl", *PREPROCESS[:2]),
-        _preprocess("preprocess, packed", _PACKED, *PREPROCESS[:2]),
-        _preprocess(
-            "preprocess, HuggingFace", "texts.jsonl", "--tokenizer-type", "HuggingFace", "--tokenizer-model", "hf"
-        ),
-        _preprocess(
-            "preprocess, SentencePiece",
-            "texts.jsonl",
-            *("--tokenizer-type", "SentencePiece", "--tokenizer-model", "sp.model"),
-        ),
-        Reader("finetune", (*FINETUNE, "--load", "bert", "--no-keep-models"), ("out/table.json", "out/runs.jsonl")),
-        _predict("predict", "kept"),
-        _predict("predict, a BERT", "kept_bert"),
-        _glue("glue --load, a kept model", "kept"),
-        Reader(
-            "minimal-pairs, resumed",
-            ("-m", "megatron_ddrp", "minimal-pairs", "--data-dir", "pairs", "--load", "bert", "--workers", "1")
-            + ("--output-dir", "scores"),
-            ("scores/results.json", "scores/table.md"),
-        ),
-        Reader(
-            "compare --page-only",
-            ("-m", "megatron_ddrp", "compare", "plan.yaml", "--output-dir", "compare", "--page-only"),
-            ("compare/results.json", "compare/page.md", "compare/rows.jsonl"),
-        ),
-        Reader(
-            "compare, rows",
-            ("-m", "megatron_ddrp", "compare", "rows/rows.jsonl", "--output-dir", "out"),
-            ("out/results.json", "out/page.md"),
-        ),
-    )
+    name: Reader(name, (*line.split(), *rest), tuple(results.split())) for name, (line, rest, results) in LINES.items()
 }
 
 

@@ -37,12 +37,8 @@ from tests.unit.lab.compare.made_rows import gain_rows
 
 NUM_TEXTS = 160
 """Documents of each of the two datasets."""
-PACKERS = {
-    "gz": lambda data: gzip.compress(data, mtime=0),
-    "xz": lzma.compress,
-    "zst": zstandard.ZstdCompressor(write_checksum=True).compress,
-    "bz2": bz2.compress,
-}
+PACKERS = {"gz": lambda data: gzip.compress(data, mtime=0), "xz": lzma.compress, "bz2": bz2.compress}
+PACKERS["zst"] = zstandard.ZstdCompressor(write_checksum=True).compress
 PLAN = {
     "models": [{"name": "BERT", "encoding": "absolute", "objective": "mlm"}],
     "seeds": 1,
@@ -65,11 +61,9 @@ def make_sample(folder: Path) -> Path:
     _write_task(folder / "glue_data" / "CoLA", texts)
     for name, output in (("texts", "corpus"), ("other", "other")):
         _run(folder, "tools/preprocess_data.py", "--input", f"{name}.jsonl", *PREPROCESS[:3], f"data/{output}")
-    stopped = {"exit_interval": SAVED}
-    _run(folder, "pretrain_bert.py", *command_line(RUN | stopped))
     other = {"save": "other", "seed": 7, "data_path": "data/other_text_document"}
-    _run(folder, "pretrain_bert.py", *command_line(RUN | stopped | other))
-    _run(folder, "pretrain_bert.py", *command_line(RUN | PLAIN | stopped | {"save": "absolute"}))
+    for changes in ({}, other, PLAIN | {"save": "absolute"}):
+        _run(folder, "pretrain_bert.py", *command_line(RUN | {"exit_interval": SAVED} | changes))
     for run, export in (("run", "export"), ("other", "other_export"), ("absolute", "plain")):
         _run(folder, "tools/convert_checkpoint.py", "--load", run, "--output", export)
     shutil.rmtree(folder / "absolute")

@@ -70,7 +70,8 @@ def _verdict(case: Case, path: Path, ended: Ended, folder: Path, healthy: Health
     if ended.exit_code:
         return _refusal(case, said, naming)
     result = result_of(READERS[case.reader], folder, ended.stdout)
-    differing = differences(result, healthy.result)
+    wanted = healthy.result
+    differing = sorted(name for name in result.keys() | wanted.keys() if result.get(name) != wanted.get(name))
     right = not differing or healthy.before is not None and naming and result == healthy.before
     if READERS[case.reader].checks and not naming and not case.kind.loses:
         return SILENT, "the damage was not found"
@@ -94,11 +95,6 @@ def _refusal(case: Case, said: Sequence[Sequence[str]], naming: Collection[str])
     if naming and not errors and not others and case.kind.loses:
         return TOLD, _last(stderr)  # with what is left, and an exit code that says that something is missing
     return NOISE, " // ".join(stderr) or "no line on standard error"
-
-
-def differences(result: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Return the names under which two results differ."""
-    return sorted(name for name in result.keys() | expected.keys() if result.get(name) != expected.get(name))
 
 
 def plain_lines(text: str) -> frozenset[str]:
