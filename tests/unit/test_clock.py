@@ -56,20 +56,20 @@ def test_a_pause_between_two_readings_takes_no_step_with_it(time_passes):
     assert clock.rates() == {"tokens_per_second": 25.0, "step_time": 4.0}
 
 
-@pytest.mark.parametrize(("start", "now", "eta"), [(0, 10, "19m50s"), (1000, 1010, "3m10s")])
-def test_the_time_left_is_that_of_the_steps_since_the_start_of_this_process(start, now, eta, time_passes):
+def test_the_time_left_is_that_of_the_steps_since_the_start_of_this_process(time_passes):
     """A resumed run has not spent the time of the steps before it."""
-    clock = Clock(start, 1200)
+    new, resumed = Clock(0, 1200), Clock(1000, 1200)
     time_passes.append(10.0)
-    assert clock.eta(now) == eta
+    assert (new.eta(10), resumed.eta(1010)) == ("19m50s", "3m10s")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(59, "59s"), (60, "1m00s"), (3599, "59m59s"), (3600, "1h00m"), (86399, "23h59m"), (86400, "1d00h")],
-)
-def test_a_duration_changes_its_unit_where_the_larger_one_is_whole(seconds, text):
-    assert duration(seconds) == text
+DURATIONS = {59: "59s", 60: "1m00s", 3599: "59m59s", 3600: "1h00m", 86399: "23h59m", 86400: "1d00h"}
+RATES = {0.6249: "0.625", 9.0: "9", 99.96: "100", 999: "999", 1000: "1.0k", 412e3: "412.0k", 1.25e6: "1.25M"}
+
+
+def test_a_duration_changes_its_unit_where_the_larger_one_is_whole_and_a_rate_always_has_digits():
+    assert {seconds: duration(seconds) for seconds in DURATIONS} == DURATIONS
+    assert {rate: speed(rate) for rate in RATES} == RATES
 
 
 def test_the_line_shows_mfu_and_memory_and_no_mfu_without_a_peak():
@@ -84,24 +84,14 @@ def test_the_line_shows_mfu_and_memory_and_no_mfu_without_a_peak():
     assert "mfu" not in progress_line(ROW, {}, 10, "1s")
 
 
-@pytest.mark.parametrize(
-    ("rate", "text"),
-    [(0.6249, "0.625"), (9.0, "9"), (99.96, "100"), (999, "999"), (1000, "1.0k"), (412e3, "412.0k"), (1.25e6, "1.25M")],
-)
-def test_a_rate_always_has_digits(rate, text):
-    assert speed(rate) == text
-
-
 def test_a_log_is_quiet_after_ten_seconds_without_a_line(capsys):
     now = [100.0]
     with MetricsLog(Config(), 0, active=True, now=lambda: now[0]) as metrics_log:
-        for passed, quiet in ((9.9, False), (0.2, True), (5.0, True)):
-            now[0] += passed
-            assert metrics_log.is_quiet() == quiet
-        metrics_log.say("a line")
-        for passed, quiet in ((9.9, False), (0.2, True)):
-            now[0] += passed
-            assert metrics_log.is_quiet() == quiet
+        for expected in ({9.9: False, 0.2: True, 5.0: True}, {9.9: False, 0.2: True}):
+            for passed, quiet in expected.items():
+                now[0] += passed
+                assert metrics_log.is_quiet() == quiet
+            metrics_log.say("a line")
     other_rank = MetricsLog(Config(), 0, active=False, now=lambda: now[0])
     now[0] += 100
     assert not other_rank.is_quiet()
@@ -109,12 +99,11 @@ def test_a_log_is_quiet_after_ten_seconds_without_a_line(capsys):
 
 def test_the_peak_is_the_flags_or_the_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    config, gpu, cpu = Config(), torch.device("cuda", 0), torch.device("cpu")
-    assert peak_of_device(config, gpu) == 156e12  # fp32 in TF32
-    assert peak_of_device(config.replace(training={"tf32": False}), gpu) == 19.5e12
-    assert peak_of_device(config.replace(training={"bf16": True}), gpu) == 312e12
-    assert peak_of_device(config, cpu) is None
-    given = config.replace(logging={"peak_tflops": 2.0})
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    for training, peak in (({}, 156e12), ({"tf32": False}, 19.5e12), ({"bf16": True}, 312e12)):  # fp32 in TF32
+        assert peak_of_device(Config().replace(training=training), gpu) == peak
+    assert peak_of_device(Config(), cpu) is None
+    given = Config().replace(logging={"peak_tflops": 2.0})
     assert peak_of_device(given, cpu) == 2e12 and peak_of_run(Setup(given, Ranks(1, 4, cpu))) == 8e12
 
 
@@ -147,9 +136,8 @@ def test_a_kernel_counts_once_and_a_named_range_not_at_all():
 
 
 def test_the_seconds_of_a_profile_are_those_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config().replace(
-        checkpoint={"save": "run"}, logging={"profile": True, "profile_step_start": 2, "profile_step_end": 6}
-    )
+    logging = {"profile": True, "profile_step_start": 2, "profile_step_end": 6}
+    config = Config().replace(checkpoint={"save": "run"}, logging=logging)
     made = StepProfile(Setup(config, Ranks(0, 1, torch.device("cpu"))), steps_done=0)
     made._began = 10.0
     monkeypatch.setattr(profile.time, "perf_counter", lambda: 18.0)
@@ -160,15 +148,9 @@ def test_the_seconds_of_a_profile_are_those_of_one_step(monkeypatch: pytest.Monk
 
 
 MEMORY = """
-import json
-import os
-import resource
-import sys
-import threading
-import torch
-from megatron_ddrp.run.loop import (
-    bound_kernel_caches, keep_freed_memory, peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
-)
+import json, os, resource, sys, threading, torch
+from megatron_ddrp.run.loop import bound_kernel_caches, keep_freed_memory, peak_resident_bytes
+from megatron_ddrp.run.loop import reset_peak_resident_bytes, return_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -41,66 +41,50 @@ def test_a_name_is_shown_as_it_stands(name):
     assert escape(f"{name}\n# b\r\u2028c\x00") == f"{escaped} # b c "
 
 
-def test_tables_and_code():
+TABLE = Table(["model", "gain ± error", "verdict"], [["runs/a_b", "−1.20", "50 % & more"], ["[x]", "", ""]], wordy=[2])
+LATEX = r"""% needs \usepackage{booktabs}
+\begin{tabular}{lrl}
+\toprule
+model & gain $\pm$ error & verdict \\
+\midrule
+runs/a\_b & $-$1.20 & 50 \% \& more \\
+{[}x] &  &  \\
+\bottomrule
+\end{tabular}"""
+CELLS = {
+    "-0.24…5.16": r"$-$0.24\dots{}5.16",
+    "(−3.87 to +3.63)": "($-$3.87 to +3.63)",
+    "a–b": r"a\textendash{}b",
+    "--kind bert-r 1e-05": "{-}-kind bert-r 1e-05",
+    r"c:\d^~{x}$#": r"c:\textbackslash{}d\textasciicircum{}\textasciitilde{}\{x\}\$\#",
+    "2 < 3 | *": "2 $<$ 3 $|$ *",
+    "*bold*\n\x1b": "{*}bold* ",
+    "naïve": "naïve",
+}
+
+
+def test_tables_and_code_in_markdown_latex_and_csv():
+    """A paper's numbers are in italics; a LaTeX caption is a comment; a CSV's numbers are numbers."""
     table = Table(["a", "b", "c"], [["1", "2", ""]], wordy=(2,))
     assert str(table) == "| a | b | c |\n| --- | ---: | --- |\n| 1 | 2 |  |"
     assert str(Table(["a"], [["1"], [""]], "of *b*", is_paper=True)) == "of *b*\n\n| a |\n| --- |\n| *1* |\n|  |"
     assert code(["a", "```", "<b>"]) == "````\na\n```\n<b>\n````"
-
-
-TABLE = Table(["model", "gain ± error", "verdict"], [["runs/a_b", "−1.20", "50 % & more"], ["[x]", "", ""]], wordy=[2])
-
-
-def test_latex_is_a_tabular_with_the_alignment_of_the_page() -> None:
-    assert as_latex(TABLE).splitlines() == [
-        r"% needs \usepackage{booktabs}",
-        r"\begin{tabular}{lrl}",
-        r"\toprule",
-        r"model & gain $\pm$ error & verdict \\",
-        r"\midrule",
-        r"runs/a\_b & $-$1.20 & 50 \% \& more \\",
-        r"{[}x] &  &  \\",
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
-
-
-def test_a_papers_numbers_are_in_italics_and_a_caption_is_a_comment() -> None:
+    assert as_latex(TABLE).splitlines() == LATEX.splitlines() and {cell: latex(cell) for cell in CELLS} == CELLS
     lines = as_latex(Table(["a", "b"], [["1", ""]], "of 3\nseeds", is_paper=True)).splitlines()
-    assert lines[1] == "% of 3 seeds" and lines[6] == r"\emph{1} &  \\"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("-0.24…5.16", r"$-$0.24\dots{}5.16"),
-        ("(−3.87 to +3.63)", "($-$3.87 to +3.63)"),
-        ("a–b", r"a\textendash{}b"),
-        ("--kind bert-r 1e-05", "{-}-kind bert-r 1e-05"),
-        (r"c:\d^~{x}$#", r"c:\textbackslash{}d\textasciicircum{}\textasciitilde{}\{x\}\$\#"),
-        ("2 < 3 | *", "2 $<$ 3 $|$ *"),
-        ("*bold*\n\x1b", "{*}bold* "),
-        ("naïve", "naïve"),
-    ],
-)
-def test_latex_prints_what_the_cell_says(text: str, expected: str) -> None:
-    assert latex(text) == expected
-
-
-def test_csv_is_read_back_and_its_numbers_are_numbers() -> None:
+    assert (lines[1], lines[6]) == ("% of 3 seeds", r"\emph{1} &  \\")
     table = Table(["a,b", 'say "x"'], [["−1.5", "bert-r"], ["", "two\nlines"]])
     assert list(csv.reader(as_csv(table).splitlines())) == [["a,b", 'say "x"'], ["-1.5", "bert-r"], ["", "two lines"]]
 
 
 def test_files_of_tables_that_are_empty_or_of_an_earlier_page_go_and_others_stay(tmp_path: Path) -> None:
-    write_tables(tmp_path / "tables", {"scores": TABLE, "gains": TABLE, "paper": None})
-    write_tables(tmp_path / "tables", {"scores": TABLE, "gains": Table(["a"], []), "paper": None})
-    assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == ["scores.csv", "scores.tex"]
-    assert (tmp_path / "tables" / "scores.tex").read_text(encoding="utf-8") == as_latex(TABLE)
-    write_tables(tmp_path / "tables", {"scores-1": TABLE, "scores-2": TABLE, "mine": TABLE})
-    (tmp_path / "tables" / "other-1.csv").write_text("of somebody else")
-    write_tables(tmp_path / "tables", {"scores": None, "scores-1": TABLE})
-    names = {path.name for path in (tmp_path / "tables").iterdir()}
+    write_tables(tmp_path, {"scores": TABLE, "gains": TABLE, "paper": None})
+    write_tables(tmp_path, {"scores": TABLE, "gains": Table(["a"], []), "paper": None})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["scores.csv", "scores.tex"]
+    assert (tmp_path / "scores.tex").read_text(encoding="utf-8") == as_latex(TABLE)
+    write_tables(tmp_path, {"scores-1": TABLE, "scores-2": TABLE, "mine": TABLE})
+    (tmp_path / "other-1.csv").write_text("of somebody else")
+    write_tables(tmp_path, {"scores": None, "scores-1": TABLE})
+    names = {path.name for path in tmp_path.iterdir()}
     assert names == {"scores-1.csv", "scores-1.tex", "mine.csv", "mine.tex", "other-1.csv"}
 
 
@@ -116,29 +100,22 @@ def coarse_figures() -> None:
     """Take the place of the fixture of this name: figures here are written in full."""
 
 
-@pytest.mark.parametrize(
-    ("names", "short"),
-    [
-        (["runs/a", "runs/b"], ["a", "b"]),
-        (["/data/a/hf/", "/data/b/hf"], ["a", "b"]),
-        (["/data/a/b/m", "/data/a/c/n"], ["b/m", "c/n"]),
-        (["/data/x", "/data/x/y"], ["x", "x/y"]),
-        (["runs/ddrp/checkpoint"], ["ddrp/checkpoint"]),
-        (["bert", "counts alone"], ["bert", "counts alone"]),
-        (["a", "runs/a", "runs/b"], ["a", "runs/a", "runs/b"]),  # else two would be called a
-        ([], []),
-    ],
-)
-def test_folders_are_named_by_what_tells_them_apart(names: list[str], short: list[str]) -> None:
-    assert short_names(names) == short
+FOLDERS = {
+    ("runs/a", "runs/b"): ["a", "b"],
+    ("/data/a/hf/", "/data/b/hf"): ["a", "b"],
+    ("/data/a/b/m", "/data/a/c/n"): ["b/m", "c/n"],
+    ("/data/x", "/data/x/y"): ["x", "x/y"],
+    ("runs/ddrp/checkpoint",): ["ddrp/checkpoint"],
+    ("bert", "counts alone"): ["bert", "counts alone"],
+    ("a", "runs/a", "runs/b"): ["a", "runs/a", "runs/b"],  # else two would be called a
+    (): [],
+}
 
 
-def test_forty_nine_runs_look_different_without_lines() -> None:
-    looks = {(style["color"], style["marker"]) for style in map(run_style, range(49))}
-    assert len(looks) == 49
-
-
-def test_an_axis_has_the_number_that_is_there_and_a_long_title_all_its_words() -> None:
+def test_folders_runs_numbers_and_titles_are_told_apart_and_whole() -> None:
+    """Forty-nine runs look different without lines."""
+    assert {names: short_names(list(names)) for names in FOLDERS} == FOLDERS
+    assert len({(style["color"], style["marker"]) for style in map(run_style, range(49))}) == 49
     assert [thousands(x) for x in (65_000.0, 312.0, 62.5, 5.75, -0.003)] == ["65,000", "312", "62.5", "5.75", "−0.003"]
     title = "Development scores of eleven encoders on all of the tasks of GLUE at the best grid point"
     lines = wrap_title(title, 4.0).split("\n")
@@ -147,8 +124,7 @@ def test_an_axis_has_the_number_that_is_there_and_a_long_title_all_its_words() -
 
 def save(path: Path) -> dict[str, bytes]:
     """Save one figure, and return the content of its files by ending."""
-    plt = figure_tools()
-    figure, axis = plt.subplots(figsize=(3, 2))
+    figure, axis = figure_tools().subplots(figsize=(3, 2))
     axis.plot([0, 1], [0, -1], label="ddrp & mth")
     axis.set(title="σ of 3 seeds", xlabel="tokens")
     axis.legend()
@@ -156,18 +132,14 @@ def save(path: Path) -> dict[str, bytes]:
     return {file.suffix: file.read_bytes() for file in path.parent.iterdir() if file.stem == path.stem}
 
 
-def test_a_figure_has_a_png_a_pdf_and_an_svg_whose_text_stays_text(tmp_path: Path) -> None:
+def test_a_figure_has_a_png_a_pdf_and_an_svg_whose_text_stays_text_the_same_another_day(tmp_path, monkeypatch):
     files = save(tmp_path / "losses.png")
     assert files.keys() == FORMATS.keys()
     assert files[".png"].startswith(b"\x89PNG")
     assert files[".pdf"].startswith(b"%PDF") and b"/FontFile2" in files[".pdf"] and b"/Type3" not in files[".pdf"]
     assert all(f">{text}</text>".encode() in files[".svg"] for text in ("ddrp &amp; mth", "σ of 3 seeds", "tokens"))
-
-
-def test_the_same_figure_has_the_same_bytes_another_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = save(tmp_path / "a.png")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
-    assert save(tmp_path / "b.png") == first
+    assert save(tmp_path / "b.png") == files
 
 
 def test_pyplot_and_its_figures_stay_the_users(tmp_path: Path) -> None:
@@ -185,30 +157,23 @@ def test_pyplot_and_its_figures_stay_the_users(tmp_path: Path) -> None:
         users.switch_backend(before)
 
 
-def test_a_figure_without_data_leaves_no_file_and_others_alone(tmp_path: Path) -> None:
+def test_a_figure_without_data_or_that_cannot_be_written_leaves_no_file_and_others_alone(tmp_path: Path) -> None:
     save(tmp_path / "speed.png")
     (tmp_path / "speed.json").write_text("{}")
     for _ in range(2):
         assert save_figures(tmp_path, {"speed.png": lambda: None}) == []
     assert [path.name for path in tmp_path.iterdir()] == ["speed.json"]
-
-
-def test_a_figure_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "losses.pdf").mkdir()
     refused("losses.pdf: cannot be written: it is a folder", save, tmp_path / "losses.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["losses.pdf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.pdf", "speed.json"]
 
 
-def test_the_names_of_lines_stand_in_the_order_of_their_ends() -> None:
-    lines = [
-        Line([(1, 5.0), (2, end)], run_style(0), name) for name, end in (("low", 1.0), ("high", 3.0), ("mid", 2.0))
-    ]
+def test_the_names_of_lines_stand_in_the_order_of_their_ends_and_a_curve_has_a_band_and_no_points_without_value():
+    ends = {"low": 1.0, "high": 3.0, "mid": 2.0}
+    lines = [Line([(1, 5.0), (2, end)], run_style(0), name) for name, end in ends.items()]
     first, second = draw_curves([Panel(lines, levels=[2.5]), Panel([Line([(0, 1.0)], run_style(0))])]).axes
     assert [text.get_text() for text in first.get_legend().get_texts()] == ["high", "mid", "low"]
     assert list(first.lines[-1].get_ydata()) == [2.5, 2.5] and second.get_legend() is None
-
-
-def test_a_curve_leaves_out_points_without_a_value_and_has_a_band_of_its_ends() -> None:
     points = [(1, 2.0, 1.0, 3.0), (2, None, None, None), (3, 4.0, 3.0, 6.0)]
     (axis,) = draw_curves([Panel([Line(points, run_style(0))])]).axes
     assert [list(values) for values in axis.lines[0].get_data()] == [[1, 3], [2, 4]]
