@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,40 +23,38 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def run_dry(capsys: pytest.CaptureFixture[str], line: str) -> tuple[str, dict[str, Any]]:
-    """What it prints, and the JSON at its end."""
+def run_dry(capsys, line):
+    """Return what it prints, and the JSON at its end."""
     arguments = parse_arguments(["--dry-run", *line.split()])
     dry_run(arguments.config, arguments.world_size, arguments.device_memory)
     text = capsys.readouterr().out
     return text, json.loads(text.splitlines()[-1])
 
 
+def of_rank(capsys, line):
+    """Return the bytes of a rank, by what they are for."""
+    return run_dry(capsys, line)[1]["memory_per_rank"]
+
+
 def test_every_setting_says_what_it_comes_to(capsys):
     for line in ("", "--position-encoding deberta", "--fp16 --world-size 2"):
         text, _ = run_dry(capsys, line)
         assert "None" not in text and "(s)" not in text
-        assert "--ffn-hidden-size 3072" in text
-        assert f"--deberta-emd {'deberta' in line}" in text
+        assert "--ffn-hidden-size 3072" in text and f"--deberta-emd {'deberta' in line}" in text
         assert "--num-threads (torch chooses)" in text and "--save (none: nothing is saved)" in text
     text, _ = run_dry(capsys, "--global-batch-size 8 --micro-batch-size 4")
     assert "layout: 1 rank = 1 tensor x 1 pipeline x 1 data, ZeRO 1, fp32" in text and "2 micro-batches of 4" in text
 
 
-@pytest.mark.parametrize(("relative_table", "positions"), [("shared", 4288), ("per-layer", 51456)])
-def test_the_papers_base_model_is_the_default(capsys, relative_table, positions):
-    """With no data at all; 4,288 = (3 + 64) · 64 is the paper's own count."""
-    facts = run_dry(capsys, f"--relative-table {relative_table}")[1]
-    assert facts["position_parameters"] == positions and facts["tokens_per_step"] == 256 * 512
-
-
-def test_a_flag_the_environment_or_one_rank_give_the_world_size(capsys, monkeypatch):
-    assert run_dry(capsys, "")[1]["world_size"] == 1
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert run_dry(capsys, "")[1]["world_size"] == 1  # as a run that srun does not start
-    monkeypatch.setenv("MASTER_ADDR", "node1")
-    assert run_dry(capsys, "")[1]["world_size"] == 4
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    assert run_dry(capsys, "")[1]["world_size"] == 16
+def test_the_papers_base_model_is_the_default_and_flag_or_environment_give_the_world_size(capsys, monkeypatch):
+    """With no data at all; 4,288 = (3 + 64) · 64 is the paper's own count. Without srun a run has one rank."""
+    for table, positions in (("shared", 4288), ("per-layer", 51456)):
+        facts = run_dry(capsys, f"--relative-table {table}")[1]
+        assert (facts["position_parameters"], facts["tokens_per_step"]) == (positions, 256 * 512)
+        assert facts["world_size"] == 1
+    for name, value, size in (("SLURM_NTASKS", "4", 1), ("MASTER_ADDR", "node1", 4), ("WORLD_SIZE", "16", 16)):
+        monkeypatch.setenv(name, value)
+        assert run_dry(capsys, "")[1]["world_size"] == size
     assert run_dry(capsys, "--world-size 32")[1]["world_size"] == 32
 
 
@@ -69,14 +65,11 @@ def test_the_tokenizers_vocabulary_decides_whether_ranks_can_cut_it(capsys, tiny
     refused("--tensor-model-parallel-size 5 does not divide the vocabulary, padded", run_dry, capsys, line)
 
 
-def test_validation_of_another_kind_is_told(capsys, prose_then_code, tiny_corpus):
+def test_validation_of_another_kind_is_told_and_data_are_verified(capsys, prose_then_code, tiny_corpus, tmp_path):
     line = f"--vocab-file {tiny_corpus.vocab_file} --seq-length 48 --data-path"
     told = f"{prose_then_code}: the validation text is of another kind than the training text"
     assert run_dry(capsys, f"{line} {prose_then_code}")[0].count(told) == 1
     assert "of another kind" not in run_dry(capsys, f"{line} {tiny_corpus.prefix}")[0]
-
-
-def test_data_are_verified_when_asked_for(capsys, tiny_corpus, tmp_path):
     for suffix in (".bin", ".idx", ".json"):
         shutil.copy(f"{tiny_corpus.prefix}{suffix}", tmp_path / f"d{suffix}")
     line = f"--data-path {tmp_path}/d --vocab-file {tiny_corpus.vocab_file} --verify-data"
@@ -90,25 +83,19 @@ def test_data_are_verified_when_asked_for(capsys, tiny_corpus, tmp_path):
 def test_stages_cut_what_they_say(capsys):
     _, facts = run_dry(capsys, "--bf16 --world-size 16")
     parameters, memory = facts["parameters"], facts["memory_per_rank"]
-    assert memory["weights"] == pytest.approx(2 * parameters, rel=0.01)
-    assert memory["gradients"] == pytest.approx(4 * parameters, rel=0.01)  # added up in fp32
-    assert memory["optimizer"] == pytest.approx(12 * parameters / 16, rel=0.01)
+    bytes_of_each = [memory[kind] / parameters for kind in ("weights", "gradients", "optimizer")]
+    assert bytes_of_each == pytest.approx([2, 4, 12 / 16], rel=0.01)  # gradients are added up in fp32
     assert facts["memory_per_rank_bytes"] == sum(memory.values()) - memory["on_host"]
     by_stage = facts["memory_by_zero_stage"]
     assert list(by_stage) == ["0", "1", "2", "3"] and by_stage["0"] > by_stage["1"] > by_stage["2"]
-    assert list(run_dry(capsys, "--fp16 --world-size 16")[1]["memory_by_zero_stage"]) == ["1", "2", "3"]
-    assert list(run_dry(capsys, "--pipeline-model-parallel-size 2 --world-size 2")[1]["memory_by_zero_stage"]) == [
-        "0",
-        "1",
-    ]
-    _, plain = run_dry(capsys, "--zero-stage 0 --world-size 16")
-    assert plain["memory_per_rank"]["optimizer"] == pytest.approx(8 * parameters, rel=0.01)
-    assert plain["memory_per_rank"]["buffers"] == 0
-    of_copies = run_dry(capsys, "--bf16 --zero-stage 0 --world-size 16")[1]["memory_per_rank"]
+    for line, stages in (("--fp16 --world-size 16", "123"), ("--pipeline-model-parallel-size 2 --world-size 2", "01")):
+        assert "".join(run_dry(capsys, line)[1]["memory_by_zero_stage"]) == stages
+    plain = of_rank(capsys, "--zero-stage 0 --world-size 16")
+    assert plain["optimizer"] == pytest.approx(8 * parameters, rel=0.01) and plain["buffers"] == 0
+    of_copies = of_rank(capsys, "--bf16 --zero-stage 0 --world-size 16")
     assert of_copies["buffers"] == pytest.approx(2 * parameters, rel=0.01)
-    assert of_copies["activations_estimate"] < plain["memory_per_rank"]["activations_estimate"]
-    for kind in ("weights", "gradients", "optimizer"):
-        assert of_copies[kind] == plain["memory_per_rank"][kind], kind
+    assert of_copies["activations_estimate"] < plain["activations_estimate"]
+    assert {k: of_copies[k] - plain[k] for k in ("weights", "gradients", "optimizer") if of_copies[k] != plain[k]} == {}
 
 
 def test_graphs_keep_outputs_and_gradients_of_four_shapes(capsys):
@@ -119,7 +106,7 @@ def test_graphs_keep_outputs_and_gradients_of_four_shapes(capsys):
     assert graphs == pytest.approx(4 * 2 * outputs + 2 * kept["parameters"] / 12, rel=0.01)
     assert off["memory_per_rank"] == kept["memory_per_rank"] | {"graphs": 0}
     for without in ("--checkpoint-activations", "--zero-stage 3", "--pipeline-model-parallel-size 2 --world-size 2"):
-        assert run_dry(capsys, f"--bf16 {without}")[1]["memory_per_rank"]["graphs"] == 0, without
+        assert of_rank(capsys, f"--bf16 {without}")["graphs"] == 0, without
     between = off["memory_per_rank_bytes"] / GIB + 0.1
     refused(r"--device-memory is .*: use .*--cuda-graphs off, ", run_dry, capsys, f"{line} --device-memory {between}")
     stage = {"zero_stage": 3, "checkpoint_activations": True}
@@ -134,11 +121,11 @@ def test_buckets_are_within_bounds_and_none_larger_than_its_part(capsys):
         ("--bf16", 2 * 4 * 32_000_000),
         ("--bf16 --zero-stage 2", (2 * 2 + 4) * 32_000_000),  # two in bf16, one as it is reduced
     ):
-        assert run_dry(capsys, f"{line} --world-size 2")[1]["memory_per_rank"]["buffers"] == buffers, line
-    assert run_dry(capsys, tiny)[1]["memory_per_rank"]["buffers"] == 4 * 5_000_000, "one rank overlaps nothing"
+        assert of_rank(capsys, f"{line} --world-size 2")["buffers"] == buffers, line
+    assert of_rank(capsys, tiny)["buffers"] == 4 * 5_000_000, "one rank overlaps nothing"
     large = "--bf16 --num-layers 48 --hidden-size 2560 --num-attention-heads 32 --pipeline-model-parallel-size 2"
-    assert run_dry(capsys, f"{large} --world-size 2")[1]["memory_per_rank"]["buffers"] == 4 * 500_000_000
-    cut = run_dry(capsys, f"{large} --tensor-model-parallel-size 8 --world-size 16")[1]["memory_per_rank"]
+    assert of_rank(capsys, f"{large} --world-size 2")["buffers"] == 4 * 500_000_000
+    cut = of_rank(capsys, f"{large} --tensor-model-parallel-size 8 --world-size 16")
     assert cut["buffers"] == pytest.approx(2 * cut["weights"], rel=0.01)
 
 
@@ -157,13 +144,10 @@ def test_sequence_parallelism_needs_less_and_one_rank_has_nothing_to_share(capsy
         (_, without), (text, facts) = run_dry(capsys, line), run_dry(capsys, f"{line} --sequence-parallel")
         saved = without["memory_per_rank"]["activations_estimate"] - facts["memory_per_rank"]["activations_estimate"]
         of_layer = (1 + 6) * 8 * 512 * 768 * 4  # what enters it, and what it keeps
-        assert saved == (12 * of_layer // 2 if tensor == 2 else 0)
+        assert saved == (tensor - 1) * 12 * of_layer // 2
         layout = next(part for part in text.splitlines() if part.startswith("layout:"))
-        assert layout.endswith(
-            ", sequence-parallel"
-            if tensor == 2
-            else "--sequence-parallel ignored: it needs --tensor-model-parallel-size 2 or more"
-        )
+        ignored = "--sequence-parallel ignored: it needs --tensor-model-parallel-size 2 or more"
+        assert layout.endswith(", sequence-parallel" if tensor == 2 else ignored)
 
 
 def test_a_precision_that_this_machine_lacks_is_a_warning(capsys, monkeypatch):
@@ -187,14 +171,13 @@ def test_offloaded_state_is_on_the_host(capsys, tmp_path):
     assert memory["on_host"] == pytest.approx(12 * facts["parameters"], rel=0.01) and "in host memory" in text
     both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     settings.write_text(json.dumps({"zero_optimization": both}))
-    memory = run_dry(capsys, f"--bf16 --zero-stage 3 --deepspeed-config {settings}")[1]["memory_per_rank"]
+    memory = of_rank(capsys, f"--bf16 --zero-stage 3 --deepspeed-config {settings}")
     assert memory["on_host"] == pytest.approx(14 * facts["parameters"], rel=0.01)
     assert memory["weights"] < 0.01 * memory["on_host"]
 
 
 def test_the_notes_dictionary_is_on_the_host(capsys, tiny_corpus):
-    folder = Path(tiny_corpus.prefix).parent
-    before = sorted(folder.iterdir())
+    before = sorted(tiny_corpus.prefix.parent.iterdir())
     data = f"--data-path {tiny_corpus.prefix} --vocab-file {tiny_corpus.vocab_file} --hidden-size 192"
     line = f"{data} --notes --notes-min-count 3 --notes-max-count 9"
     text, facts = run_dry(capsys, line)
@@ -203,38 +186,38 @@ def test_the_notes_dictionary_is_on_the_host(capsys, tiny_corpus):
     half = run_dry(capsys, f"{line} --notes-dtype bf16")[1]
     assert half["memory_per_rank"]["on_host"] == facts["notes"] * 192 * 2
     assert half["memory_per_rank_bytes"] == run_dry(capsys, data)[1]["memory_per_rank_bytes"]
-    assert sorted(folder.iterdir()) == before
+    assert sorted(tiny_corpus.prefix.parent.iterdir()) == before
 
 
 def test_less_is_needed_by_recomputation_smaller_micro_batches_and_lower_rates(capsys):
-    needs = [
-        run_dry(capsys, line)[1]["memory_per_rank"]["activations_estimate"]
-        for line in ("", "--micro-batch-size 4", "--checkpoint-activations")
-    ]
-    assert needs[1] == pytest.approx(needs[0] / 2, rel=0.01) and needs[2] < needs[0] / 4
-    found = [
-        run_dry(capsys, f"--mask-prob {rate}")[1]["memory_per_rank"]["activations_estimate"]
-        for rate in ("0.3", "0.3:0.15", "0.15:0.3", "0.15", "0.3 --objective-phases clm:0.1")
-    ]
+    lines = ("", "--micro-batch-size 4", "--checkpoint-activations")
+    whole, half, recomputed = (of_rank(capsys, line)["activations_estimate"] for line in lines)
+    assert half == pytest.approx(whole / 2, rel=0.01) and recomputed < whole / 4
+    rates = ("0.3", "0.3:0.15", "0.15:0.3", "0.15", "0.3 --objective-phases clm:0.1")
+    found = [of_rank(capsys, f"--mask-prob {rate}")["activations_estimate"] for rate in rates]
     assert found[0] == found[1] == found[2] > found[3]
-    assert found[4] - found[0] == pytest.approx(0.7 / 0.15 * (found[0] - found[3]), rel=1e-2), (
-        "every token is predicted"
-    )
+    every_token = found[4] - found[0]
+    assert every_token == pytest.approx(0.7 / 0.15 * (found[0] - found[3]), rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--tensor-model-parallel-size 2 --world-size 3", r"2 x --pipeline-model-parallel-size 1 = 2 does not divide"),
-        ("--world-size 7", r"--global-batch-size is 256: expected a multiple .* 7 data-parallel ranks"),
-        (
-            "--device-memory 2 --bf16",
-            r"a rank needs about \d+\.\d GiB, --device-memory is 2 .*--checkpoint-activations",
-        ),
-    ],
-)
-def test_what_does_not_fit_or_divide_is_one_line(line, message, capsys):
-    wrong_arguments(message, run_dry, capsys, line)
+REFUSED = {
+    "--tensor-model-parallel-size 2 --world-size 3": "2 x --pipeline-model-parallel-size 1 = 2 does not divide",
+    "--world-size 7": "--global-batch-size is 256: expected a multiple .* 7 data-parallel ranks",
+    "--device-memory 2 --bf16": r"a rank needs about \d+\.\d GiB, --device-memory is 2 .*--checkpoint-activations",
+}
+
+
+def test_what_does_not_fit_or_divide_is_one_line_and_assumptions_have_a_range_and_go_with_a_dry_run(capsys):
+    for line, message in REFUSED.items():
+        wrong_arguments(message, run_dry, capsys, line)
+    for name, value in (
+        ("world-size", "0"),
+        ("device-memory", "-1"),
+        ("device-memory", "inf"),
+        ("device-memory", "nan"),
+    ):
+        wrong_arguments(f"--{name} is {value}.*: it must", run_dry, capsys, f"--{name} {value}")
+    wrong_arguments("--world-size needs --dry-run", parse_arguments, ["--world-size", "2"])
     assert capsys.readouterr().out == ""
 
 
@@ -273,19 +256,14 @@ def test_device_memory_is_a_bound(capsys):
     refused("use --zero-stage 2, --cuda-graphs off, a smaller", run_dry, capsys, line)
 
 
-def test_assumptions_go_with_a_dry_run_and_have_a_range():
-    wrong_arguments("--world-size needs --dry-run", parse_arguments, ["--world-size", "2"])
-    for line in ("--world-size 0", "--device-memory -1", "--device-memory inf", "--device-memory nan"):
-        wrong_arguments(f"{line.replace(' ', ' is ')}.*: it must", parse_arguments, ["--dry-run", *line.split()])
-
-
 def test_it_estimates_the_step_on_known_gpus_and_shows_none_as_0(capsys):
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --train-iters 7200 --micro-batch-size 4"
-    text, facts = run_dry(capsys, f"{shape} --fp16 --world-size 8 --global-batch-size 64")
+    shape += " --world-size 8 --global-batch-size 64"
+    text, facts = run_dry(capsys, f"{shape} --fp16")
     assert "estimated, not measured" in text and re.search(r"\n +H100 +[\d.e-]+ +\d+s +0\.\d", text)
     estimate = facts["estimates"]["h100"]
     assert estimate["hours"] == pytest.approx(2 * estimate["step_seconds"])
-    _, facts = run_dry(capsys, f"{shape} --bf16 --world-size 8 --global-batch-size 64")
+    _, facts = run_dry(capsys, f"{shape} --bf16")
     assert list(facts["estimates"]) == [name for name, device in LISTED.items() if device.is_recent]
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 100"
     text, _ = run_dry(capsys, f"{shape} --train-iters 1 --fp16 --micro-batch-size 1 --global-batch-size 1")
@@ -302,16 +280,12 @@ def test_a_vocabulary_size_needs_no_data_and_a_dry_run(capsys):
         wrong_arguments("--vocab-size .*leave it out", parse_arguments, words.split())
 
 
-@pytest.mark.parametrize(("micro_batches", "in_flight"), [(2, [2, 2, 2, 1]), (8, [4, 3, 2, 1])])
-def test_a_stage_holds_as_many_micro_batches_as_follow_it_and_as_there_are(micro_batches, in_flight):
+def test_a_stage_holds_as_many_micro_batches_as_follow_it_and_as_there_are_and_the_table_is_in_mib():
     config = Config().replace(parallel={"pipeline_model_parallel_size": 4})
-    parts = cut_up(on_meta_device(config.model, config.objective), planned(config, 1, micro_batches))
-    assert [part.in_flight for part in parts] == in_flight
-
-
-def test_the_table_of_memory_is_in_mib():
-    sizes = {"weights": 1000, "gradients": 2000, "optimizer": 3000, "activations_estimate": 4000, "buffers": 5000}
-    sizes |= {"graphs": 6000}
-    memory = Memory(**{name: size * 1024**2 for name, size in sizes.items()})
+    model = on_meta_device(config.model, config.objective)
+    for micro_batches, in_flight in ((2, [2, 2, 2, 1]), (8, [4, 3, 2, 1])):
+        assert [part.in_flight for part in cut_up(model, planned(config, 1, micro_batches))] == in_flight
+    names = ("weights", "gradients", "optimizer", "activations_estimate", "buffers", "graphs")
+    memory = Memory(**{name: number * 1000 * 1024**2 for number, name in enumerate(names, 1)})
     *_, row = memory_table({1: memory}, 1)
     assert row.split() == ["1", "*", "1,000", "2,000", "3,000", "4,000", "5,000", "6,000", "21,000"]
