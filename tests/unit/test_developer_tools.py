@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
 from megatron_ddrp.data import points
@@ -22,7 +21,7 @@ from tests.changed import CHANGE_ALL, OF_ALL_SOURCES, affected_tests
 from tests.endurance.exact_losses import RUNS, first_difference
 from tests.endurance.lines import ROOT
 from tests.integration.launch import Hold
-from tests.refusals import refused
+from tests.refusals import wrong_arguments
 from tests.times import cpu_seconds
 
 SOURCES = {
@@ -42,27 +41,24 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ("package/a.py", {"a", "names", "encodings"}),
-        ("package/b.py", {"a", "b", "names", "fixture", "encodings"}),
-        ("package/c.py", {"fixture", "encodings"}),
-        ("package/__init__.py", {"encodings"}),
-        ("docs/page.md", {"names"}),
-        ("docs/other.md", {"names"}),
-        ("examples/run.sh", {"names"}),
-        ("tests/unit/test_t5.py", {"t5"}),
-        ("megatron_ddrp/model/positions/biases.py", {"t5", "encodings"}),
-        ("megatron_ddrp/templates/card.md.jinja", {"page"}),
-        ("LICENSE", set()),
-    ],
-)
-def test_tests_that_import_or_name_a_changed_file_are_found(changed: str, expected: set[str]) -> None:
-    assert affected_tests([changed], SOURCES) == sorted(f"tests/unit/test_{name}.py" for name in expected)
+FOUND = {
+    "package/a.py": "a encodings names",
+    "package/b.py": "a b encodings fixture names",
+    "package/c.py": "encodings fixture",
+    "package/__init__.py": "encodings",
+    "docs/page.md": "names",
+    "docs/other.md": "names",
+    "examples/run.sh": "names",
+    "tests/unit/test_t5.py": "t5",
+    "megatron_ddrp/model/positions/biases.py": "encodings t5",
+    "megatron_ddrp/templates/card.md.jinja": "page",
+    "LICENSE": "",
+}
 
 
-def test_tests_of_all_sources_always_run_and_all_after_a_change_of_what_all_share() -> None:
+def test_tests_that_import_or_name_a_changed_file_are_found_and_some_or_all_always_run() -> None:
+    for changed, names in FOUND.items():
+        assert affected_tests([changed], SOURCES) == [f"tests/unit/test_{name}.py" for name in names.split()], changed
     files = [f"tests/unit/{name}.py" for name in OF_ALL_SOURCES]
     assert all((ROOT / file).is_file() for file in files)
     assert affected_tests([], SOURCES | dict.fromkeys(files, "")) == sorted(files)
@@ -77,12 +73,12 @@ def work(seconds: float) -> None:
 
 def test_seconds_of_children_count_whether_they_run_or_have_ended() -> None:
     before = cpu_seconds()
-    children = [get_context("fork").Process(target=work, args=(0.2,)) for _ in range(2)]
-    for child in children:
-        child.start()
-    children[0].join()
-    assert cpu_seconds() - before + 0.2 * children[1].is_alive() > 0.35
-    children[1].join()
+    first, second = (get_context("fork").Process(target=work, args=(0.2,)) for _ in range(2))
+    first.start()
+    second.start()
+    first.join()
+    assert cpu_seconds() - before + 0.2 * second.is_alive() > 0.35
+    second.join()
     assert 0.35 < cpu_seconds() - before < 5
 
 
@@ -109,83 +105,61 @@ def write_run(folder: Path, losses: list[float], weight: float = 1.0, **more: An
     return folder
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "base" / "run0", LOSSES)
-
-
 LOSSES = [1 / step for step in range(1, 61)]
 NEXT = math.nextafter(LOSSES[40], 2.0)
+DIFFERENCES = [
+    (LOSSES, {}, "None"),
+    (LOSSES, {"new_metric": 3.0}, "None"),
+    ([*LOSSES[:40], NEXT, *LOSSES[41:]], {}, f"step 41: loss was {LOSSES[40].hex()}, is {NEXT.hex()}"),
+    (LOSSES[:59], {}, "step 60: iteration was 60, is missing"),
+    (LOSSES, {"weight": math.nextafter(1.0, 2.0)}, "weights-00-of-01.safetensors: w was "),
+]
 
 
-@pytest.mark.parametrize(
-    ("losses", "changes", "expected"),
-    [
-        (LOSSES, {}, None),
-        (LOSSES, {"new_metric": 3.0}, None),
-        ([*LOSSES[:40], NEXT, *LOSSES[41:]], {}, f"step 41: loss was {LOSSES[40].hex()}, is {NEXT.hex()}"),
-        (LOSSES[:59], {}, "step 60: iteration was 60, is missing"),
-        (LOSSES, {"weight": math.nextafter(1.0, 2.0)}, "weights-00-of-01.safetensors: w was "),
-    ],
-)
-def test_the_first_difference_is_named(
-    losses: list[float], changes: dict[str, Any], expected: str | None, base: Path, tmp_path: Path
-) -> None:
-    found = first_difference(base, write_run(tmp_path / "head" / "run0", losses, **changes))
-    assert found == expected if expected is None else found is not None and found.startswith(expected)
-
-
-def test_a_run_that_failed_is_a_difference(base: Path, tmp_path: Path) -> None:
-    (tmp_path / "head").mkdir()
-    (tmp_path / "head" / "run0.stderr").write_text("Traceback\nValueError: x\n", encoding="utf-8")
-    assert first_difference(base, tmp_path / "head" / "run0") == "head failed: ValueError: x"
-
-
-def test_the_runs_are_27_of_different_names() -> None:
+def test_the_first_difference_of_27_runs_is_named_and_a_run_that_failed_is_one(tmp_path: Path) -> None:
+    base = write_run(tmp_path / "base" / "run0", LOSSES)
+    for number, (losses, changes, expected) in enumerate(DIFFERENCES):
+        found = first_difference(base, write_run(tmp_path / "head" / f"run{number}", losses, **changes))
+        assert str(found).startswith(expected)
+    (tmp_path / "head" / "failed.stderr").write_text("Traceback\nValueError: x\n", encoding="utf-8")
+    assert first_difference(base, tmp_path / "head" / "failed") == "head failed: ValueError: x"
     assert len({run.name for run in RUNS}) == 27 and {run.ranks for run in RUNS} == {1, 2}
 
 
-def ended(monkeypatch, armed, *passages):
-    """Return how a fork ends that passes points while some are armed."""
+def passing(monkeypatch, armed, *passages):
+    """Return a fork that passes points while some are armed."""
     monkeypatch.setenv(VARIABLE, armed)
     child = os.fork()
     if not child:
         for name, number in passages:
             point(name, number)
         os._exit(7)
+    return child
+
+
+def code_of(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_point_acts_at_its_own_name_and_number(monkeypatch):
+def test_a_point_acts_at_its_own_name_and_number_and_holds_a_process_until_the_pipe_is_released(monkeypatch, tmp_path):
     kill = "job.leased=SIGUSR1,step.logged=SIGKILL@12"
-    assert ended(monkeypatch, kill, ("step.logged", 1), ("job.appended", 12)) == 7
-    assert ended(monkeypatch, kill, ("step.logged", 12)) == -signal.SIGKILL
-    assert ended(monkeypatch, kill, ("job.leased", 5)) == -signal.SIGUSR1
-    assert ended(monkeypatch, "", ("step.logged", 12)) == 7
-
-
-def test_a_process_is_held_until_the_pipe_is_released(monkeypatch, tmp_path):
+    assert code_of(passing(monkeypatch, kill, ("step.logged", 1), ("job.appended", 12))) == 7
+    assert code_of(passing(monkeypatch, kill, ("step.logged", 12))) == -signal.SIGKILL
+    assert code_of(passing(monkeypatch, kill, ("job.leased", 5))) == -signal.SIGUSR1
+    assert code_of(passing(monkeypatch, "", ("step.logged", 12))) == 7
     hold = Hold(tmp_path / "pipe")
-    monkeypatch.setenv(VARIABLE, f"step.logged={hold.action}")
-    child = os.fork()
-    if not child:
-        point("step.logged", 1)
-        os._exit(7)
+    child = passing(monkeypatch, f"step.logged={hold.action}", ("step.logged", 1))
     assert hold.next_process() == child and os.waitpid(child, os.WNOHANG) == (0, 0)
     hold.release()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert code_of(child) == 7
 
 
-@pytest.mark.parametrize(
-    "word", ["step=SIGKILL", "step.logged", "step.logged=kill", "step.logged=hold:", "step.logged=SIGKILL@"]
-)
-def test_a_word_without_a_point_or_an_action_is_refused(monkeypatch, word):
-    monkeypatch.setenv(VARIABLE, f"job.leased=SIGTERM@3,{word}")
-    refusal = refused(f"{VARIABLE}: '{word}', expected POINT=SIGNAL or POINT=hold:PIPE", point, "checkpoint.latest", 1)
-    assert refusal.exit_code == 2 and all(name in str(refusal) for name in POINTS)
-
-
-def test_every_point_is_in_the_code_once_and_some_test_arms_it():
+def test_every_point_is_in_the_code_once_some_test_arms_it_and_a_word_without_one_is_refused(monkeypatch):
+    says = "expected POINT=SIGNAL or POINT=hold:PIPE"
+    for word in ("step=SIGKILL", "step.logged", "step.logged=kill", "step.logged=hold:", "step.logged=SIGKILL@"):
+        monkeypatch.setenv(VARIABLE, f"job.leased=SIGTERM@3,{word}")
+        refusal = wrong_arguments(f"{VARIABLE}: '{word}', {says}", point, "checkpoint.latest", 1)
+        assert all(name in str(refusal) for name in POINTS)
     code = [path.read_text() for path in (ROOT / "megatron_ddrp").rglob("*.py") if path != ROOT / points.__file__]
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__))
     assert sorted(re.findall(r'\bpoint\("(.*?)", ', "".join(code))) == sorted(POINTS)
