@@ -4,7 +4,7 @@ and which devices train in which precision."""
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,21 +31,27 @@ from tests.unit.model.tiny import tiny_config
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
 SETTINGS = OptimizerConfig(optimizer="muon", lr=0.1, weight_decay=0.3)
-LAYER = {f"{block}.weight" for block in ("attention.query", "attention.key", "attention.value", "attention.output")} | {
-    "feed_forward.input.weight",
-    "feed_forward.output.weight",
-}
+LAYER = {f"attention.{name}.weight" for name in ("query", "key", "value", "output")}
+LAYER |= {"feed_forward.input.weight", "feed_forward.output.weight"}
 
 
-def make(
-    settings: OptimizerConfig = SETTINGS, bf16: bool = False, ranks: Ranks = RANKS, **changes: Any
-) -> tuple[torch.nn.Module, Muon]:
+def make(settings=SETTINGS, bf16=False, ranks=RANKS, clipped=False, **changes: Any) -> tuple[torch.nn.Module, Muon]:
     torch.manual_seed(0)
     config = tiny_config(**changes)
     model = build_model(config)
     parallel, training = ParallelConfig(zero_stage=0), TrainingConfig(bf16=bf16)
     chosen = Config(model=config, training=training, optimizer=settings, parallel=parallel)
-    return model, cast(Muon, build_optimizer(model, chosen, ranks))
+    optimizer = cast(Muon, build_optimizer(model, chosen, ranks))
+    if clipped:
+        optimizer.register_step_pre_hook(GradientClipping(model, 1.0, RANKS))
+    return model, optimizer
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> dict[str, Tensor]:
+    """Take the step of some gradients, and return these."""
+    gradients = give_gradients(model, seed)
+    optimizer.step()
+    return gradients
 
 
 def give_gradients(model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
@@ -68,10 +74,8 @@ def off(got: Tensor, before: Tensor, expected: list[list[float]]) -> float:
 @pytest.mark.parametrize("name", ["layers.0.attention.key.weight", "layers.1.feed_forward.output.weight"])
 def test_two_steps_are_those_of_the_twin_to_the_precision_of_fp32(name: str) -> None:
     model, optimizer = make()
-    before, gradients = weights_of(model)[name], []
-    for seed in (1, 2):
-        gradients.append(give_gradients(model, seed)[name].tolist())
-        optimizer.step()
+    before = weights_of(model)[name]
+    gradients = [step(model, optimizer, seed)[name].tolist() for seed in (1, 2)]
     after = weights_of(model)[name]
     assert off(after, before, twin.steps(before.tolist(), gradients, 0.1, 0.3)) < 1e-5
     for changed in (
@@ -117,8 +121,7 @@ def test_its_scale_gives_the_matrices_a_rate_of_their_own() -> None:
     after = []
     for changes in ({}, {"lr": 0.2, "weight_decay": 0.15, "optimizer_options": ("scale=0.1",)}):
         model, optimizer = make(dataclasses.replace(SETTINGS, **changes))
-        give_gradients(model, 1)
-        optimizer.step()
+        step(model, optimizer, 1)
         after.append((weights_of(model), hidden_matrices(model)))
     (weights, matrices), (others, _) = after
     for name, weight in weights.items():
@@ -133,8 +136,7 @@ def test_data_parallel_ranks_take_turns(data_size: int, monkeypatch: pytest.Monk
     for rank in range(data_size):
         model, optimizer = make(ranks=RANKS._replace(data_rank=rank, data_size=data_size))
         monkeypatch.setattr(muon, "orthonormal", lambda matrix, rank=rank: done.update([rank]) or matrix)
-        give_gradients(model, 1)
-        optimizer.step()
+        step(model, optimizer, 1)
     assert done.total() == len(hidden_matrices(model)) and max(done.values()) - min(done.values()) <= 1
 
 
@@ -151,8 +153,7 @@ def test_a_tiny_matrix_is_divided_as_in_the_released_code(size: float) -> None:
 def test_newton_schulz_is_that_of_torch(bf16: bool, bound: float) -> None:
     """torch's Muon multiplies in bf16, and so do we on a GPU and in runs with --bf16."""
     model, optimizer = make(bf16=bf16)
-    before, gradients = weights_of(model), give_gradients(model, 1)
-    optimizer.step()
+    before, gradients = weights_of(model), step(model, optimizer, 1)
     for name in hidden_matrices(model):
         theirs = before[name].clone().requires_grad_()
         theirs.grad = gradients[name]
@@ -165,9 +166,8 @@ def test_everything_else_takes_the_step_of_adamw() -> None:
     plain = make()[0]
     same_numbers = dataclasses.replace(SETTINGS, optimizer="adamw", optimizer_options=())
     adamw = build_optimizer(plain, Config(model=tiny_config(), optimizer=same_numbers), RANKS)
-    for each, chosen in ((model, optimizer), (plain, adamw)):
-        give_gradients(each, 1)
-        chosen.step()
+    for pair in ((model, optimizer), (plain, adamw)):
+        step(*pair, 1)
     ours, theirs = weights_of(model), weights_of(plain)
     matrices = hidden_matrices(model)
     assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == set(matrices)
@@ -176,76 +176,57 @@ def test_everything_else_takes_the_step_of_adamw() -> None:
     assert all({"exp_avg", "exp_avg_sq"} < kept[name] for name in kept.keys() - matrices.keys())
 
 
-@pytest.mark.parametrize(
-    ("encoding", "projections"),
-    [
-        ("absolute", set()),
-        ("ddrp", set()),
-        ("t5", set()),
-        ("rope", set()),
-        ("alibi-asym", set()),
-        ("deberta-v2", set()),
-        ("tupe-r", {"embeddings.position.query.weight", "embeddings.position.key.weight"}),
-        ("deberta", {f"layers.{i}.layer_position.{kind}.weight" for i in (0, 1) for kind in ("query", "key")}),
-    ],
-)
+OF_TUPE = {"embeddings.position.query.weight", "embeddings.position.key.weight"}
+OF_DEBERTA = {f"layers.{i}.layer_position.{kind}.weight" for i in (0, 1) for kind in ("query", "key")}
+PROJECTIONS = {"tupe-r": OF_TUPE, "deberta": OF_DEBERTA}
+PROJECTIONS |= dict.fromkeys(("absolute", "ddrp", "t5", "rope", "alibi-asym", "deberta-v2"), set())
+
+
+@pytest.mark.parametrize(("encoding", "projections"), PROJECTIONS.items())
 def test_it_takes_the_layers_and_the_projections_of_positions(encoding: str, projections: set[str]) -> None:
-    config = tiny_config(position_encoding=encoding)
-    found = hidden_matrices(build_model(config))
+    found = hidden_matrices(build_model(tiny_config(position_encoding=encoding)))
     assert found.keys() == {f"layers.{i}.{name}" for i in (0, 1) for name in LAYER} | projections
 
 
 def test_it_takes_the_maps_of_geglu_and_the_layers_of_a_generator() -> None:
     found = hidden_matrices(build_model(tiny_config(ffn="geglu")))
-    assert {name for name in found if "layers.0.feed_forward" in name} == {
-        f"layers.0.feed_forward.{name}.weight" for name in ("input", "gate", "output")
-    }
+    maps = {f"layers.0.feed_forward.{name}.weight" for name in ("input", "gate", "output")}
+    assert {name for name in found if "layers.0.feed_forward" in name} == maps
     config, objective = tiny_config(num_attention_heads=3), ObjectiveConfig(objective="electra")
     found = hidden_matrices(build_model(config, objective=objective))
     assert len(found) == 4 * len(LAYER) and sum("generator" in name for name in found) == 2 * len(LAYER)
     assert not any(word in name for name in found for word in ("head", "embeddings", "norm"))
 
 
-def make_clipped() -> tuple[torch.nn.Module, Muon]:
-    model, optimizer = make()
-    optimizer.register_step_pre_hook(GradientClipping(model, 1.0, RANKS))
-    return model, optimizer
-
-
 def test_gradients_are_clipped_once_and_a_norm_that_is_not_finite_changes_nothing() -> None:
-    model, optimizer = make_clipped()
-    gradients = give_gradients(model, 1)
-    optimizer.step()
+    model, optimizer = make(clipped=True)
+    gradients = step(model, optimizer, 1)
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
     for name, parameter in model.named_parameters():
-        state, key, share = optimizer.state[parameter], "exp_avg", 0.1
-        if MOMENTUM in state:
-            key, share = MOMENTUM, 0.05
+        state = optimizer.state[parameter]
+        key, share = (MOMENTUM, 0.05) if MOMENTUM in state else ("exp_avg", 0.1)
         torch.testing.assert_close(state[key], share * gradients[name] / norm, rtol=1e-4, atol=1e-8)
-    model, optimizer = make_clipped()
+    model, optimizer = make(clipped=True)
     before = weights_of(model)
     give_gradients(model, 1)
     next(model.parameters()).grad[0] = torch.inf
     optimizer.step()
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
-    give_gradients(model, 1)
-    optimizer.step()
+    step(model, optimizer, 1)
     assert not any(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
 
 
 def test_a_step_with_nan_is_as_if_it_had_not_been() -> None:
-    (model, optimizer), (spared, other) = make_clipped(), make_clipped()
-    for chosen, each in ((optimizer, model), (other, spared)):
-        give_gradients(each, 1)
-        chosen.step()
+    (model, optimizer), (spared, other) = pairs = make(clipped=True), make(clipped=True)
+    for pair in pairs:
+        step(*pair, 1)
     give_gradients(model, 2)
     for parameter in hidden_matrices(model).values():
         parameter.grad[0] = torch.nan
     optimizer.step()
     assert_equal_bits(model, optimizer, spared, other)
-    for chosen, each in ((optimizer, model), (other, spared)):
-        give_gradients(each, 3)
-        chosen.step()
+    for pair in pairs:
+        step(*pair, 3)
     assert_equal_bits(model, optimizer, spared, other)
 
 
@@ -258,8 +239,7 @@ def assert_equal_bits(model: torch.nn.Module, optimizer: Muon, other_model: torc
 
 
 def test_the_first_lines_name_what_it_takes() -> None:
-    config = Config(model=tiny_config(position_encoding="tupe-a"))
-    model = build_model(config.model)
+    model = build_model(tiny_config(position_encoding="tupe-a"))
     assert AdamW.remarks(model) == ()
     [line] = Muon.remarks(model)
     assert line.startswith("optimizer: muon for 14 matrices with 1,920 parameters (")
@@ -269,10 +249,8 @@ def test_the_first_lines_name_what_it_takes() -> None:
 
 def test_its_memory_is_one_moment_of_each_matrix() -> None:
     config = Config(model=tiny_config()).replace(parallel={"zero_stage": 0})
-    model = on_meta_device(config.model, config.objective)
-    setup = Setup.planned(config, 1, "cuda")
-    adamw = by_zero_stage(model, setup)
-    muon = by_zero_stage(model, setup.replace(optimizer={"optimizer": "muon"}))
+    model, setup = on_meta_device(config.model, config.objective), Setup.planned(config, 1, "cuda")
+    adamw, muon = by_zero_stage(model, setup), by_zero_stage(model, setup.replace(optimizer={"optimizer": "muon"}))
     matrices = sum(model.get_parameter(name).numel() for name in hidden_matrices(model))
     assert list(adamw) == [0, 1, 2, 3] and list(muon) == [0]
     assert adamw[0][0].optimizer - muon[0][0].optimizer == 4 * matrices
@@ -290,28 +268,44 @@ def test_it_is_refused_where_it_cannot_work_and_beside_the_state_of_the_other() 
     refused(words, check_optimizer, Path("run"), before, muon.optimizer)
 
 
-STYLES = ("linear", "cosine", "constant", "inverse-square-root", "wsd")
+def rates_of(steps: Iterable[int], total: int, **settings: Any) -> list[float]:
+    config = OptimizerConfig(**{"lr": 1.0, "lr_warmup_fraction": 0.0} | settings)
+    return [learning_rate(step, total, config) for step in steps]
 
 
-def rows(style: str, total: int, warmup: float = 0.0, lr: float = 1.0, min_lr: float = 0.0) -> list[float]:
-    """The rates of steps 1 … total."""
-    config = OptimizerConfig(lr=lr, min_lr=min_lr, lr_decay_style=style, lr_warmup_fraction=warmup)
-    return [learning_rate(step, total, config) for step in range(1, total + 1)]
+def style(name: str, **settings: Any) -> dict[str, Any]:
+    return {"lr_decay_style": name} | settings
 
 
-@pytest.mark.parametrize(
-    ("style", "changes", "expected"),
-    [
-        ("linear", {}, [1.0, 0.8, 0.6, 0.4, 0.2]),
-        ("linear", {"warmup": 1 / 3}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
-        ("linear", {"min_lr": 0.2}, [1.0, 0.8, 0.6, 0.4]),
-        ("cosine", {}, [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
-        ("constant", {"warmup": 0.5}, [0.5, 1.0, 1.0, 1.0]),
-        ("wsd", {}, [*[1.0] * 90, *(1 - tenth / 10 for tenth in range(10))]),  # falls over the last tenth
-    ],
-)
-def test_rates_by_hand(style: str, changes: dict[str, float], expected: list[float]) -> None:
-    assert rows(style, len(expected), **changes) == pytest.approx(expected, rel=1e-12)
+ENDS = {"min_lr": 0.2, "lr_decay_iters": 5, "lr_warmup_fraction": 0.2}
+WSD = style("wsd", min_lr=0.2, lr_wsd_decay_iters=4, lr_warmup_iters=2)
+SLOW = [0.2 + 0.8 * (1 - (done / 4) ** 0.5) for done in range(4)]
+RATES = [
+    ({}, range(1, 6), 5, [1.0, 0.8, 0.6, 0.4, 0.2]),
+    ({"lr_warmup_fraction": 1 / 3}, range(1, 7), 6, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+    ({"min_lr": 0.2}, range(1, 5), 4, [1.0, 0.8, 0.6, 0.4]),
+    (style("cosine"), range(1, 5), 4, [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
+    (style("constant", lr_warmup_fraction=0.5), range(1, 5), 4, [0.5, 1.0, 1.0, 1.0]),
+    # It halves at four times the warm-up: 40 steps are behind step 41.
+    (style("inverse-square-root", lr_warmup_fraction=0.1), (10, 11, 41, 91), 100, [1.0, 1.0, 0.5, 1 / 3]),
+    # WSD falls over the last tenth or over so many steps, and the line of a longer run to its new end.
+    (style("wsd"), range(1, 101), 100, [*[1.0] * 90, *(1 - tenth / 10 for tenth in range(10))]),
+    (WSD, range(1, 11), 10, [0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]),
+    (WSD | {"lr_wsd_decay_style": "minus_sqrt"}, range(7, 11), 10, SLOW),
+    ({}, [6], 10, [0.5]),
+    ({}, [6], 20, [0.75]),
+    # A decay that ends before the run keeps the lowest rate.
+    (ENDS, range(1, 9), 8, [1, 1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]),
+    (ENDS | style("cosine"), [4], 8, [0.6]),
+    (ENDS | style("wsd", lr_wsd_decay_iters=2), range(3, 8), 8, [1, 1, 0.6, 0.2, 0.2]),
+    (ENDS | style("constant"), [8], 8, [1.0]),
+    (ENDS | style("inverse-square-root", min_lr=0.0), (5, 6, 7), 8, [0.5, 0.2**0.5, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("settings", "steps", "total", "expected"), RATES)
+def test_rates_by_hand(settings, steps, total, expected) -> None:
+    assert rates_of(steps, total, **settings) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("fraction, steps, expected", [(0.07, 100, 7), (0.28, 25, 7), (0.05, 2048, 103), (1e-5, 10, 1)])
@@ -319,119 +313,70 @@ def test_a_share_that_is_a_whole_number_of_steps_takes_no_step_more(fraction: fl
     assert OptimizerConfig(lr_warmup_fraction=fraction).warmup_steps(steps) == expected
 
 
-def test_inverse_square_root_halves_at_four_times_the_warm_up() -> None:
-    rates = rows("inverse-square-root", 100, warmup=0.1)
-    assert rates[9] == rates[10] == pytest.approx(1.0)
-    assert rates[40] == pytest.approx(0.5)  # step 41: 40 steps are behind it
-    assert rates[90] == pytest.approx(1 / 3)
+@pytest.mark.parametrize("kind", ["linear", "minus_sqrt"])
+def test_a_branch_of_wsd_leaves_the_steps_before_it_alone(kind: str) -> None:
+    peak = {"lr": 1e-3, "lr_warmup_iters": 5}
+    end = style("wsd", lr_wsd_decay_iters=10, lr_wsd_decay_style=kind, min_lr=1e-5)
+    *stable, last = rates_of(range(1, 33), 40, **peak, **end)  # the rate of step 31 is still the peak
+    assert stable == rates_of(range(1, 32), 10**6, **peak, lr_decay_style="constant") and last < 1e-3
 
 
-def rates_of(config: OptimizerConfig, steps: Iterable[int], total: int, **changes: Any) -> list[float]:
-    return [learning_rate(step, total, dataclasses.replace(config, **changes)) for step in steps]
+MISFITS = [
+    ({"lr_wsd_decay_iters": 5}, "--lr-wsd-decay-iters 5 with --lr-decay-style linear"),
+    ({"lr_wsd_decay_style": "minus_sqrt"}, "--lr-wsd-decay-style minus_sqrt with --lr-decay-style linear"),
+    (style("wsd", lr_wsd_decay_iters=10, lr_warmup_iters=1), "more than --train-iters 10"),
+    ({"lr_decay_iters": 4, "lr_warmup_iters": 4}, "--lr-decay-iters 4: the warm-up alone has 4 steps"),
+    (style("wsd", lr_wsd_decay_iters=4, lr_warmup_iters=1, lr_decay_iters=4), "more than --lr-decay-iters 4"),
+]
 
 
-def test_wsd_falls_over_the_last_steps_and_a_longer_run_to_its_new_end() -> None:
-    config = OptimizerConfig(lr=1.0, min_lr=0.2, lr_decay_style="wsd", lr_wsd_decay_iters=4, lr_warmup_iters=2)
-    assert rates_of(config, range(1, 11), 10) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4])
-    slow = [0.2 + 0.8 * (1 - (done / 4) ** 0.5) for done in range(4)]
-    assert rates_of(config, range(7, 11), 10, lr_wsd_decay_style="minus_sqrt") == pytest.approx(slow)
-    config = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.0)
-    assert learning_rate(6, 10, config) == pytest.approx(0.5)
-    assert learning_rate(6, 20, config) == pytest.approx(0.75)
-
-
-@pytest.mark.parametrize(
-    ("changes", "steps", "expected"),
-    [
-        ({}, range(1, 9), [1, 1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]),
-        ({"lr_decay_style": "cosine"}, [4], [0.6]),
-        ({"lr_decay_style": "wsd", "lr_wsd_decay_iters": 2}, range(3, 8), [1, 1, 0.6, 0.2, 0.2]),
-        ({"lr_decay_style": "constant"}, [8], [1.0]),
-        ({"lr_decay_style": "inverse-square-root", "min_lr": 0.0}, (5, 6, 7), [0.5, 0.2**0.5, 0.0]),
-    ],
-)
-def test_a_decay_that_ends_before_the_run_keeps_the_lowest_rate(
-    changes: dict[str, Any], steps: Iterable[int], expected: list[float]
-) -> None:
-    config = OptimizerConfig(lr=1.0, min_lr=0.2, lr_decay_iters=5, lr_warmup_fraction=0.2)
-    assert rates_of(config, steps, 8, **changes) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("style", ["linear", "minus_sqrt"])
-def test_a_branch_of_wsd_leaves_the_steps_before_it_alone(style: str) -> None:
-    stable = OptimizerConfig(lr=1e-3, lr_decay_style="constant", lr_warmup_iters=5)
-    branch = dataclasses.replace(
-        stable, lr_decay_style="wsd", lr_wsd_decay_iters=10, lr_wsd_decay_style=style, min_lr=1e-5
-    )
-    for step in range(1, 32):  # the rate of step 31 is still the peak
-        assert learning_rate(step, 40, branch) == learning_rate(step, 10**6, stable)
-    assert learning_rate(32, 40, branch) < 1e-3
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lr_wsd_decay_iters": 5}, "--lr-wsd-decay-iters 5 with --lr-decay-style linear"),
-        ({"lr_wsd_decay_style": "minus_sqrt"}, "--lr-wsd-decay-style minus_sqrt with --lr-decay-style linear"),
-        ({"lr_decay_style": "wsd", "lr_wsd_decay_iters": 10, "lr_warmup_iters": 1}, "more than --train-iters 10"),
-        ({"lr_decay_iters": 4, "lr_warmup_iters": 4}, "--lr-decay-iters 4: the warm-up alone has 4 steps"),
-        (
-            {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 4, "lr_warmup_iters": 1, "lr_decay_iters": 4},
-            "more than --lr-decay-iters 4",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), MISFITS)
 def test_a_decay_that_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
     wrong_arguments(message, Config().replace, optimizer=settings, training={"train_iters": 10})
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_warm_up_is_linear_and_reaches_the_peak(style: str) -> None:
-    assert rows(style, 20, warmup=0.2, lr=3e-4)[:5] == pytest.approx([0.75e-4, 1.5e-4, 2.25e-4, 3e-4, 3e-4])
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant", "inverse-square-root", "wsd"])
+def test_warm_up_is_linear_to_the_peak_and_rates_stay_between_it_and_the_floor(name: str) -> None:
+    rates = rates_of(range(1, 6), 20, **style(name, lr_warmup_fraction=0.2, lr=3e-4))
+    assert rates == pytest.approx([0.75e-4, 1.5e-4, 2.25e-4, 3e-4, 3e-4])
+    for warmup in (0.0, 0.01, 0.5, 1.0):
+        rates = rates_of(range(1, 61), 60, **style(name, lr_warmup_fraction=warmup, lr=2.0, min_lr=0.5))
+        begin = math.ceil(warmup * 60)
+        assert all(0 < rate <= 2.0 for rate in rates[:begin])
+        assert all(0.5 <= rate <= 2.0 for rate in rates[begin:])
+        assert rates[begin:] == sorted(rates[begin:], reverse=True)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("warmup", [0.0, 0.01, 0.5, 1.0])
-def test_rates_stay_between_the_floor_and_the_peak(style: str, warmup: float) -> None:
-    rates = rows(style, 60, warmup, lr=2.0, min_lr=0.5)
-    begin = math.ceil(warmup * 60)
-    assert all(0 < rate <= 2.0 for rate in rates[:begin])
-    assert all(0.5 <= rate <= 2.0 for rate in rates[begin:])
-    assert rates[begin:] == sorted(rates[begin:], reverse=True)
+SHARES = [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), "0.5", None, 10**400, -1, math.nan]
 
 
-@pytest.mark.parametrize(
-    "share",
-    [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), "0.5", None, 10**400, -1, math.nan],
-    ids=lambda share: repr(share)[:20],
-)
+@pytest.mark.parametrize("share", SHARES, ids=lambda share: repr(share)[:20])
 def test_a_share_is_any_number_of_at_least_0(share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a plug-in: of Python, numpy or torch; anything else is one line."""
     monkeypatch.setattr("megatron_ddrp.engine.optimizers.linear", lambda step, warmup, last, config: share)
     if isinstance(share, (str, int, type(None))) or math.isnan(share):
-        refused("--lr-decay-style linear gave .* for step 1: expected a share", rows, "linear", 2)
-        return
-    assert [(type(rate), rate) for rate in rows("linear", 2, lr=2.0)] == [(float, 1.0)] * 2
-
-
-def engine(stage, names):
-    optimizer = SimpleNamespace(**dict.fromkeys(names))
-    return SimpleNamespace(zero_optimization_stage=lambda: stage, optimizer=optimizer)
+        refused("--lr-decay-style linear gave .* for step 1: expected a share", rates_of, (1, 2), 2)
+    else:
+        assert [(type(rate), rate) for rate in rates_of((1, 2), 2, lr=2.0)] == [(float, 1.0)] * 2
 
 
 @pytest.mark.parametrize(
     ("stage", "name"), [(stage, name) for stage, names in USED_NAMES.items() for name in names], ids=str
 )
 def test_one_missing_name_is_enough(stage, name):
-    check_deepspeed(engine(stage, USED_NAMES[stage]))
+    def engine(names):
+        optimizer = SimpleNamespace(**dict.fromkeys(names))
+        return SimpleNamespace(zero_optimization_stage=lambda: stage, optimizer=optimizer)
+
+    check_deepspeed(engine(USED_NAMES[stage]))
     words = rf"^DeepSpeed \S+: SimpleNamespace has no {name}, .*requirements-lock"
-    refused(words, check_deepspeed, engine(stage, set(USED_NAMES[stage]) - {name}))
+    refused(words, check_deepspeed, engine(set(USED_NAMES[stage]) - {name}))
 
 
 def test_adamw_has_the_numbers_of_the_flags():
     numbers = {"lr": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-5, "weight_decay": 0.2}
-    model, ranks = torch.nn.ModuleDict({"map": torch.nn.Linear(2, 3)}), Ranks(0, 1, torch.device("cpu"))
-    groups = build_optimizer(model, Config().replace(optimizer=numbers), ranks).param_groups
+    model = torch.nn.ModuleDict({"map": torch.nn.Linear(2, 3)})
+    groups = build_optimizer(model, Config().replace(optimizer=numbers), RANKS).param_groups
     assert [(group["lr"], group["betas"], group["eps"]) for group in groups] == [(0.3, (0.8, 0.95), 1e-5)] * 2
     assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(1, 0.2), (1, 0.0)]
 
@@ -439,22 +384,26 @@ def test_adamw_has_the_numbers_of_the_flags():
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
-def set_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+@pytest.fixture
+def set_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, tuple[int, int]], None]:
+    def set_to(name: str, capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+    return set_to
 
 
-@pytest.mark.parametrize("capability, refused", [((7, 0), True), ((7, 5), True), ((8, 0), False), ((9, 0), False)])
-def test_bf16_needs_compute_capability_8(
-    capability: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_gpu(monkeypatch, "Tesla V100", capability)
-    fault = precision_fault("bf16", CUDA)
-    assert (fault is not None) == refused
-    if fault:
-        major, minor = capability
-        assert f"Tesla V100 has compute capability {major}.{minor}" in fault and "--fp16" in fault
-    assert precision_fault("fp16", CUDA) is None and precision_fault("fp32", CUDA) is None
+def test_bf16_needs_compute_capability_8(set_gpu) -> None:
+    for capability, words in (
+        ((7, 0), "Tesla V100 has compute capability 7.0"),
+        ((7, 5), "Tesla V100 has compute capability 7.5"),
+        ((8, 0), None),
+        ((9, 0), None),
+    ):
+        set_gpu("Tesla V100", capability)
+        fault = precision_fault("bf16", CUDA)
+        assert fault is None if words is None else words in fault and "--fp16" in fault
+        assert precision_fault("fp16", CUDA) is None and precision_fault("fp32", CUDA) is None
 
 
 @pytest.mark.parametrize("supported", [False, True])
@@ -470,33 +419,26 @@ def test_fp16_on_a_cpu_is_what_deepspeed_says(supported: bool, monkeypatch: pyte
     assert precision_fault("bf16", CPU) is None
 
 
-def test_an_fp32_run_is_told_of_bf16_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_gpu(monkeypatch, "A100", (8, 0))
-    (line,) = precision_remarks(Config(), CUDA)
-    assert line == "A100 computes in bfloat16: --bf16 is faster than TF32 and halves the activations"
-    (line,) = precision_remarks(Config().replace(training={"tf32": False}, parallel={"zero_stage": 0}), CUDA)
+def test_runs_are_told_of_a_precision_that_is_faster_on_their_device(set_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp32, bf16 = Config(), Config().replace(training={"bf16": True})
+    set_gpu("A100", (8, 0))
+    line = "A100 computes in bfloat16: --bf16 is faster than TF32 and halves the activations"
+    assert precision_remarks(fp32, CUDA) == [line]
+    [line] = precision_remarks(Config().replace(training={"tf32": False}, parallel={"zero_stage": 0}), CUDA)
     assert "--bf16 is faster than fp32" in line
-    assert precision_remarks(Config().replace(training={"bf16": True}), CUDA) == []
-    assert precision_remarks(Config(), CPU) == []
-    set_gpu(monkeypatch, "V100", (7, 0))
-    assert precision_remarks(Config(), CUDA) == []
-
-
-@pytest.mark.parametrize("capability, slow", [("AVX2", True), ("AVX512", False), ("DEFAULT", False)])
-def test_a_bf16_run_is_told_of_a_cpu_that_multiplies_slowly_in_it(
-    capability: str, slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    remarks = precision_remarks(Config().replace(training={"bf16": True}), CPU)
-    assert bool(remarks) == slow and all("this CPU has no AVX-512" in line for line in remarks)
-    assert precision_remarks(Config(), CPU) == []
+    assert precision_remarks(bf16, CUDA) == []
+    set_gpu("V100", (7, 0))
+    assert precision_remarks(fp32, CUDA) == []
+    for capability, slow in (("AVX2", True), ("AVX512", False), ("DEFAULT", False)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda found=capability: found)
+        remarks = precision_remarks(bf16, CPU)
+        assert bool(remarks) == slow and all("this CPU has no AVX-512" in line for line in remarks)
+        assert precision_remarks(fp32, CPU) == []
 
 
 def test_tf32_is_for_gpus_alone_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
-    allow_tf32(True, CPU)
-    assert asked == []
-    allow_tf32(True, CUDA)
-    allow_tf32(False, CUDA)
+    for allowed, device in ((True, CPU), (True, CUDA), (False, CUDA)):
+        allow_tf32(allowed, device)
     assert asked == ["high", "highest"]
