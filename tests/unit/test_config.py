@@ -33,34 +33,37 @@ from tests.refusals import refused, wrong_arguments
 
 def test_defaults_are_the_papers_base_model():
     config = Config()
-    model = config.model
+    model, objective, optimizer, training = config.model, config.objective, config.optimizer, config.training
     assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_size) == (12, 768, 12, 3072)
     assert (model.head_dim, model.seq_length, model.relative_distance) == (64, 512, 64)
     assert (model.hidden_dropout, model.attention_dropout, model.layernorm_position) == (0.1, 0.1, "post")
     assert model.position_encoding == "ddrp" and model.relative_table == "shared"
-    objective = config.objective
     assert (objective.objective, objective.tcd_weight, objective.hcd_weight) == ("mth", 1.0, 0.01)
     assert (objective.tcd_tokens, objective.hcd_heads, objective.mask_prob) == (50, 2, 0.15)
-    optimizer = config.optimizer
     assert (optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (1e-4, 0.9, 0.999, 1e-6)
     assert (optimizer.weight_decay, optimizer.lr_decay_style) == (0.01, "linear")
-    assert (config.training.global_batch_size, config.training.train_iters) == (256, 1_000_000)
+    assert (training.global_batch_size, training.train_iters) == (256, 1_000_000)
 
 
-def test_weights_follow_the_objective_unless_given():
-    def weights(**settings):
-        return tuple(term.weight for term in make_objective(ObjectiveConfig(**settings)).terms)
-
-    assert weights(objective="mlm") == (1.0, 0.0, 0.0)
-    assert weights(objective="mth") == (1.0, 1.0, 0.01)
-    assert weights(objective="mlm", tcd_weight=0.5) == (1.0, 0.5, 0.0)
-    assert weights(objective="mth", hcd_weight=0.0) == (1.0, 1.0, 0.0)
-    assert weights(objective="electra") == (1.0, 0.0, 0.0, 50.0)
-
-
-@pytest.mark.parametrize("vocab, padded", [(1, 128), (128, 128), (129, 256), (30522, 30592)])
-def test_the_vocabulary_is_padded_to_a_multiple_of_128(vocab, padded):
-    assert ModelConfig(vocab_size=vocab).padded_vocab_size == padded
+def test_defaults_follow_the_objective_the_encoding_and_the_vocabulary_unless_given():
+    for settings, weights in (
+        ({"objective": "mlm"}, (1.0, 0.0, 0.0)),
+        ({"objective": "mth"}, (1.0, 1.0, 0.01)),
+        ({"objective": "mlm", "tcd_weight": 0.5}, (1.0, 0.5, 0.0)),
+        ({"objective": "mth", "hcd_weight": 0.0}, (1.0, 1.0, 0.0)),
+        ({"objective": "electra"}, (1.0, 0.0, 0.0, 50.0)),
+    ):
+        assert tuple(term.weight for term in make_objective(ObjectiveConfig(**settings)).terms) == weights
+    for vocab, padded in ((1, 128), (128, 128), (129, 256), (30522, 30592)):
+        assert ModelConfig(vocab_size=vocab).padded_vocab_size == padded
+    for encoding, given, distance in (("ddrp", None, 64), ("tupe-r", None, 128), ("tupe-r", 64, 64)):
+        given = {"relative_distance": given} if given else {}
+        assert ModelConfig(position_encoding=encoding, **given).relative_distance == distance
+    for encoding, same in (("absolute", True), ("ddrp", False)):  # the absolute embedding is said in one way
+        plain = ModelConfig(position_encoding=encoding)
+        assert ModelConfig(position_encoding=encoding, absolute_embedding=same) == plain
+    assert ModelConfig(absolute_embedding=True).absolute_embedding is True
+    assert [name for name in ENCODINGS if not ModelConfig(position_encoding=name).key_bias] == ["deberta"]
 
 
 def test_every_flag_has_help_and_every_section_a_title():
@@ -77,13 +80,6 @@ def test_every_flag_has_help_and_every_section_a_title():
                 assert f.default in (None, *f.metadata["choices"]), f.name
 
 
-@pytest.mark.parametrize(
-    "encoding, given, distance", [("ddrp", {}, 64), ("tupe-r", {}, 128), ("tupe-r", {"relative_distance": 64}, 64)]
-)
-def test_the_distance_is_the_encodings_unless_given(encoding, given, distance):
-    assert ModelConfig(position_encoding=encoding, **given).relative_distance == distance
-
-
 def test_what_an_encoding_cannot_serve_is_refused_by_its_reason(monkeypatch):
     monkeypatch.setattr(encoding_class("bert-r"), "relative_distance", None)
     assert ModelConfig(position_encoding="bert-r").relative_distance is None
@@ -91,18 +87,6 @@ def test_what_an_encoding_cannot_serve_is_refused_by_its_reason(monkeypatch):
     refused(line, ModelConfig, position_encoding="bert-r", relative_distance=8)
     monkeypatch.setattr(encoding_class("bert-r"), "refusal", lambda sizes: f"heads are {sizes.head_dim} wide")
     wrong_arguments(r"^--position-encoding bert-r: heads are 64 wide$", ModelConfig, position_encoding="bert-r")
-
-
-def test_the_absolute_embedding_is_said_in_one_way():
-    for encoding, same in (("absolute", True), ("ddrp", False)):
-        assert ModelConfig(position_encoding=encoding, absolute_embedding=same) == ModelConfig(
-            position_encoding=encoding
-        )
-    assert ModelConfig(absolute_embedding=True).absolute_embedding is True
-
-
-def test_only_the_keys_of_deberta_have_no_bias():
-    assert [name for name in ENCODINGS if not ModelConfig(position_encoding=name).key_bias] == ["deberta"]
 
 
 def test_settings_that_an_older_version_did_not_know_get_their_defaults():
@@ -114,12 +98,6 @@ def test_settings_that_an_older_version_did_not_know_get_their_defaults():
     values = Config().to_dict()
     del values["model"]["relative_table"], values["logging"], values["parallel"]["cuda_graphs"]
     assert Config.from_dict(values) == Config() and Config().parallel.cuda_graphs == "auto"
-
-
-def test_cuda_graphs_are_no_part_of_the_result():
-    with_graphs = Config().replace(parallel={"cuda_graphs": "on"})
-    assert Config.from_dict(with_graphs.to_dict()) == with_graphs
-    assert changed_settings(Config().to_dict(), with_graphs) == []
 
 
 REFUSED = [
@@ -141,11 +119,7 @@ REFUSED = [
     ("objective", {"objective_phases": "clm:1.1"}, "--objective-phases clm:1.1: expected clm:END"),
     ("objective", {"objective_phases": "clm:nan"}, "--objective-phases clm:nan: expected clm:END"),
     ("objective", {"objective_phases": "clm:0.0000001"}, "clm:0.0000001 of --train-iters 1000000 has no step: give a"),
-    (
-        "objective",
-        {"objective_phases": "clm:0.7", "notes": True},
-        "--objective-phases clm:0.7 with --notes: notes hold",
-    ),
+    ("objective", {"objective_phases": "clm:0.7", "notes": True}, "-phases clm:0.7 with --notes: notes hold"),
     *(
         ("objective", {"objective_phases": "clm:0.7", "objective": name}, f"clm:0.7 with --objective {name}: the model")
         for name in ("electra", "rtd")
@@ -215,21 +189,17 @@ def test_pairs_of_concerns_are_refused():
 
 def test_changed_settings_are_lines_with_the_flags_names():
     before = changed().to_dict()
-    now = changed().replace(
-        optimizer={"lr": 2e-3, "weight_decay": 0.0},
-        data={"data_path": ("0.3", "A", "0.7", "B")},
-        training={"bf16": False, "num_threads": 3},
-        checkpoint={"save": "other", "keep_last": 1},
-        logging={"log_interval": 7},
-    )
-    assert changed_settings(before, now) == [
-        "--data-path: none → 0.3 A 0.7 B",
-        "--lr: 0.0001 → 0.002",
-        "--weight-decay: 0.01 → 0.0",
-    ]
+    changes = {"optimizer": {"lr": 2e-3, "weight_decay": 0.0}, "data": {"data_path": ("0.3", "A", "0.7", "B")}}
+    without_result = {"checkpoint": {"save": "other", "keep_last": 1}, "logging": {"log_interval": 7}}
+    now = changed().replace(training={"bf16": False, "num_threads": 3}, **changes, **without_result)
+    lines = ["--data-path: none → 0.3 A 0.7 B", "--lr: 0.0001 → 0.002", "--weight-decay: 0.01 → 0.0"]
+    assert changed_settings(before, now) == lines
     assert changed_settings(json.loads(json.dumps(now.to_dict())), now) == []
     del before["optimizer"]["lr"], before["data"]
-    assert changed_settings(before, now) == ["--weight-decay: 0.01 → 0.0"]
+    assert changed_settings(before, now) == lines[2:]
+    with_graphs = Config().replace(parallel={"cuda_graphs": "on"})
+    assert Config.from_dict(with_graphs.to_dict()) == with_graphs
+    assert changed_settings(Config().to_dict(), with_graphs) == []
 
 
 def changed():
@@ -250,55 +220,44 @@ def test_replace_changes_what_it_names_alone():
 
 
 @pytest.mark.parametrize("config", [Config(), changed()], ids=["default", "changed"])
-def test_round_trips(config, tmp_path):
-    assert Config.from_dict(config.to_dict()) == config
-    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+def test_round_trips_and_a_missing_or_foreign_config_json_is_refused_by_name(config, tmp_path):
+    refused("config.json not found", load_config, tmp_path)
+    values = config.to_dict()
+    assert Config.from_dict(values) == Config.from_dict(json.loads(json.dumps(values))) == config
     save_config(config, tmp_path)
     assert load_config(tmp_path) == config
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_a_missing_or_foreign_config_json_is_refused_by_name(tmp_path):
-    refused("config.json not found", load_config, tmp_path)
-    values = Config().to_dict()
     values["model"]["rotary_base"] = 10000
     refused("'rotary_base'", Config.from_dict, values)
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"parallel": {"tensor_model_parallel_size": 8}}, "does not divide --num-attention-heads 12"),
-        ({"parallel": {"tensor_model_parallel_size": 2}, "model": {"ffn_hidden_size": 5}}, "--ffn-hidden-size 5"),
-        (
-            {
-                "parallel": {"tensor_model_parallel_size": 3},
-                "model": {"hidden_size": 96, "num_attention_heads": 6, "ffn": "geglu", "ffn_hidden_size": 384},
-                "objective": {"objective": "electra", "generator_size": 0.5},
-            },
-            "the feed-forward width of --objective electra's generator (--generator-size), 128",
-        ),
-        ({"parallel": {"tensor_model_parallel_size": 0}}, "must be at least 1"),
-        ({"parallel": {"pipeline_model_parallel_size": 13}}, "more than --num-layers 12"),
-        ({"parallel": {"pipeline_model_parallel_size": 2, "zero_stage": 2}}, "--zero-stage 0 or 1"),
-    ],
-    ids=lambda value: str(value),
-)
+OF_TENSOR, OF_PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+GEGLU = {"hidden_size": 96, "num_attention_heads": 6, "ffn": "geglu", "ffn_hidden_size": 384}
+GENERATOR = {"parallel": {"tensor_model_parallel_size": 3}, "model": GEGLU}
+GENERATOR |= {"objective": {"objective": "electra", "generator_size": 0.5}}
+LAYOUTS = [
+    ({"parallel": {"tensor_model_parallel_size": 8}}, "does not divide --num-attention-heads 12"),
+    ({"parallel": OF_TENSOR, "model": {"ffn_hidden_size": 5}}, "--ffn-hidden-size 5"),
+    (GENERATOR, "the feed-forward width of --objective electra's generator (--generator-size), 128"),
+    ({"parallel": {"tensor_model_parallel_size": 0}}, "must be at least 1"),
+    ({"parallel": {"pipeline_model_parallel_size": 13}}, "more than --num-layers 12"),
+    ({"parallel": OF_PIPELINE | {"zero_stage": 2}}, "--zero-stage 0 or 1"),
+]
+WITHOUT_GRAPHS = [
+    ({"parallel": OF_TENSOR}, "--tensor-model-parallel-size 2"),
+    ({"parallel": OF_PIPELINE}, "--pipeline-model-parallel-size 2"),
+    ({"parallel": {"zero_stage": 3}}, "--zero-stage 3"),
+    ({"parallel": {"checkpoint_activations": True}}, "--checkpoint-activations"),
+    ({"objective": {"objective": "head-disagreement"}}, "--objective head-disagreement"),
+]
+
+
+@pytest.mark.parametrize("changes, words", LAYOUTS, ids=str)
 def test_impossible_layouts_are_refused_in_one_line(changes, words):
     assert words in str(wrong_arguments("model-parallel-size", Config().replace, **changes))
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"parallel": {"tensor_model_parallel_size": 2}}, "--tensor-model-parallel-size 2"),
-        ({"parallel": {"pipeline_model_parallel_size": 2}}, "--pipeline-model-parallel-size 2"),
-        ({"parallel": {"zero_stage": 3}}, "--zero-stage 3"),
-        ({"parallel": {"checkpoint_activations": True}}, "--checkpoint-activations"),
-        ({"objective": {"objective": "head-disagreement"}}, "--objective head-disagreement"),
-    ],
-    ids=lambda value: str(value),
-)
+@pytest.mark.parametrize("changes, words", WITHOUT_GRAPHS, ids=str)
 def test_cuda_graphs_are_refused_where_no_graph_holds_a_layer(changes, words):
     config = Config().replace(**changes)
     assert config.graphs_fault == words and Config().graphs_fault is None
@@ -308,11 +267,8 @@ def test_cuda_graphs_are_refused_where_no_graph_holds_a_layer(changes, words):
 
 
 def test_a_layout_divides_the_ranks_and_the_vocabulary_where_it_is_known():
-    parallel = (
-        Config()
-        .replace(parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3}, model={"num_layers": 3})
-        .parallel
-    )
+    sizes = OF_TENSOR | {"pipeline_model_parallel_size": 3}
+    parallel = Config().replace(parallel=sizes, model={"num_layers": 3}).parallel
     assert parallel.data_parallel_size(24) == 4
     refused("size 3 = 6 does not divide the number of ranks, 8", parallel.data_parallel_size, 8)
     config = Config().replace(parallel={"tensor_model_parallel_size": 3})
@@ -333,86 +289,67 @@ def pair(common: dict[str, Any], change: dict[str, Any], **others: Any) -> tuple
     return Config.from_dict(json.loads(json.dumps(stored.to_dict()))), stored.replace(model=change)
 
 
-@pytest.mark.parametrize(
-    ("common", "change"),
-    [
-        ({}, {"ffn_hidden_size": 3072}),
-        ({"ffn": "geglu"}, {"ffn_hidden_size": 2048}),
-        ({}, {"deberta_emd": False}),
-        ({"position_encoding": "deberta"}, {"deberta_emd": True}),
-        ({"position_encoding": "deberta", "key_bias": None}, {"key_bias": False}),
-        ({}, {"rope_theta": 20_000.0, "local_rope_theta": 5.0}),
-        ({}, {"global_every": 2}),
-        (ROPE, {"local_rope_theta": 5.0}),
-        (ROPE | LOCAL, {"local_rope_theta": 10_000.0}),
-        ({"position_encoding": "absolute"}, {"attention_init": "offsets"}),
-        *(({}, {name: value}) for name, value in OTHER_START.items() if name != "attention_init"),
-    ],
-)
+DEBERTA = {"position_encoding": "deberta"}
+SAME = [
+    ({}, {"ffn_hidden_size": 3072}),
+    ({"ffn": "geglu"}, {"ffn_hidden_size": 2048}),
+    ({}, {"deberta_emd": False}),
+    (DEBERTA, {"deberta_emd": True}),
+    (DEBERTA | {"key_bias": None}, {"key_bias": False}),
+    ({}, {"rope_theta": 20_000.0, "local_rope_theta": 5.0}),
+    ({}, {"global_every": 2}),
+    (ROPE, {"local_rope_theta": 5.0}),
+    (ROPE | LOCAL, {"local_rope_theta": 10_000.0}),
+    ({"position_encoding": "absolute"}, {"attention_init": "offsets"}),
+    *(({}, {name: value}) for name, value in OTHER_START.items() if name != "attention_init"),
+]
+OTHER = [
+    ({}, {"ffn_hidden_size": 1024}, {}, "--ffn-hidden-size is not given there and 1024 here"),
+    ({}, {"deberta_emd": True}, {}, "--deberta-emd is not given there and True here"),
+    (DEBERTA | {"key_bias": None}, {"key_bias": True}, {}, "--key-bias is False there and True here"),
+    (ROPE, {"rope_theta": 2e4}, {}, "--rope-theta is 10000.0 there and 20000.0 here"),
+    (LOCAL, {"global_every": 2}, {}, "--global-every is 3 there and 2 here"),
+    (ROPE | LOCAL, {"local_rope_theta": 5.0}, {}, "--local-rope-theta is not given there and 5.0 here"),
+    (ROPE | LOCAL, {"local_rope_theta": 1e4}, PHASES, "--local-rope-theta is not given there and 10000.0 here"),
+]
+OF_ANY_LENGTH = [ROPE, {"position_encoding": "ddrp"}, DEBERTA | {"deberta_emd": False}]
+OF_A_LENGTH = [{"position_encoding": name} for name in ("deberta", "deberta-v2", "absolute", "tupe-r")]
+OF_A_LENGTH += [ROPE | {"absolute_embedding": True}, {"position_encoding": "ddrp", "deberta_emd": True}]
+RUN = Path("run/iter_1")
+
+
+@pytest.mark.parametrize(("common", "change"), SAME)
 def test_a_default_written_out_or_another_start_is_the_same_architecture(common, change):
     for stored, config in (pair(common, change), pair(common, change)[::-1]):
-        check_architecture(Path("run/iter_1"), stored, config)
+        check_architecture(RUN, stored, config)
         assert changed_settings(stored.to_dict(), config) == []
 
 
-@pytest.mark.parametrize(
-    ("common", "change", "others", "words"),
-    [
-        ({}, {"ffn_hidden_size": 1024}, {}, "--ffn-hidden-size is not given there and 1024 here"),
-        ({}, {"deberta_emd": True}, {}, "--deberta-emd is not given there and True here"),
-        (
-            {"position_encoding": "deberta", "key_bias": None},
-            {"key_bias": True},
-            {},
-            "--key-bias is False there and True here",
-        ),
-        (ROPE, {"rope_theta": 2e4}, {}, "--rope-theta is 10000.0 there and 20000.0 here"),
-        (LOCAL, {"global_every": 2}, {}, "--global-every is 3 there and 2 here"),
-        (ROPE | LOCAL, {"local_rope_theta": 5.0}, {}, "--local-rope-theta is not given there and 5.0 here"),
-        (ROPE | LOCAL, {"local_rope_theta": 1e4}, PHASES, "--local-rope-theta is not given there and 10000.0 here"),
-    ],
-)
+@pytest.mark.parametrize(("common", "change", "others", "words"), OTHER)
 def test_another_architecture_is_refused(common, change, others, words):
-    both = pair(common, change, **others)
-    assert words in str(
-        refused("a checkpoint of another architecture: ", check_architecture, Path("run/iter_1"), *both)
-    )
+    error = refused("a checkpoint of another architecture: ", check_architecture, RUN, *pair(common, change, **others))
+    assert words in str(error)
 
 
-@pytest.mark.parametrize(
-    ("common", "served"),
-    [
-        (ROPE, True),
-        ({"position_encoding": "ddrp"}, True),
-        ({"position_encoding": "deberta", "deberta_emd": False}, True),
-        ({"position_encoding": "deberta"}, False),
-        ({"position_encoding": "deberta-v2"}, False),
-        ({"position_encoding": "absolute"}, False),
-        ({"position_encoding": "tupe-r"}, False),
-        (ROPE | {"absolute_embedding": True}, False),
-        ({"position_encoding": "ddrp", "deberta_emd": True}, False),
-    ],
-)
-def test_rows_of_another_length_need_a_model_without_a_table_of_places(common: dict[str, Any], served: bool) -> None:
+@pytest.mark.parametrize("common", [*OF_ANY_LENGTH, *OF_A_LENGTH])
+def test_rows_of_another_length_need_a_model_without_a_table_of_places(common: dict[str, Any]) -> None:
     for length in (64, 2048):
         stored, config = pair(common, {"seq_length": length})
         assert changed_settings(stored.to_dict(), config) == [f"--seq-length: 512 → {length}"]
-        if served:
-            check_architecture(Path("run/iter_1"), stored, config)
+        if common in OF_ANY_LENGTH:
+            check_architecture(RUN, stored, config)
         else:
             hint = "this model depends on it: for shorter rows give --seq-length 512 --seq-length-phases 64:1"
             line = f"--seq-length is 512 there and {length} here"
-            error = refused(line, check_architecture, Path("run/iter_1"), stored, config)
-            assert (hint in str(error)) == (length < 512)
+            assert (hint in str(refused(line, check_architecture, RUN, stored, config))) == (length < 512)
 
 
 def test_an_encoding_that_serves_any_length_has_no_weight_of_a_length() -> None:
     for name in sorted(ENCODINGS):
-        configs = [
-            ModelConfig(position_encoding=name, deberta_emd=False, seq_length=length, num_layers=1) for length in (8, 9)
-        ]
-        shapes = [[p.shape for p in on_meta_device(config).parameters()] for config in configs]
-        assert not encoding_class(name).any_length or shapes[0] == shapes[1], name
+        model = ModelConfig(position_encoding=name, deberta_emd=False, num_layers=1)
+        models = (on_meta_device(dataclasses.replace(model, seq_length=length)) for length in (8, 9))
+        short, long = ([parameter.shape for parameter in model.parameters()] for model in models)
+        assert not encoding_class(name).any_length or short == long, name
 
 
 def test_a_new_base_may_follow_the_one_that_the_checkpoint_was_trained_with() -> None:
@@ -424,7 +361,7 @@ def test_a_new_base_may_follow_the_one_that_the_checkpoint_was_trained_with() ->
     refused(line, check_architecture, Path("run/iter_41"), stored, config, 41)
     refused(line, check_architecture, Path("run/iter_40"), stored, stored.replace(model=longer), 40)
     stored = Config().replace(model=ROPE | LOCAL)
-    check_architecture(Path("run/iter_1"), stored, stored.replace(**PHASES))
+    check_architecture(RUN, stored, stored.replace(**PHASES))
 
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "the", "cat", "dog"]
@@ -438,31 +375,30 @@ def tokenizer(folder: Path, pieces: list[str], kind: str = "BertWordPieceLowerCa
 
 
 def test_a_run_begins_from_weights_of_its_own_pieces_and_roles_alone(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "start" / "iter_0000000"
-    assert changed_tokenizer(checkpoint, tokenizer(tmp_path, PIECES)) == [], "a folder without a tokenizer"
-    tokenizer(tmp_path, PIECES).save(tmp_path / "start" / TOKENIZER)
+    start = tmp_path / "start"
+    checkpoint, ours = start / "iter_0000000", tokenizer(tmp_path, PIECES)
+    assert changed_tokenizer(checkpoint, ours) == [], "a folder without a tokenizer"
+    ours.save(start / TOKENIZER)
     assert changed_tokenizer(checkpoint, tokenizer(tmp_path, PIECES)) == []
     (rules,) = changed_tokenizer(checkpoint, tokenizer(tmp_path, PIECES, "BertWordPieceCase"))
     assert "(BertWordPieceLowerCase → BertWordPieceCase)" in rules
     (named,) = changed_tokenizer(checkpoint, tokenizer(tmp_path, [*PIECES[:5], "law", *PIECES[6:]]))
     assert "(names for 1 of [unused…])" in named
-    ours = tokenizer(tmp_path, PIECES)
-    ours.save(tmp_path / "start" / TOKENIZER)
     ours.mask_id, ours.fingerprint = 5, "another"
-    refused("the role mask has another id", changed_tokenizer, tmp_path / "start" / "iter_0000000", ours)
+    refused("the role mask has another id", changed_tokenizer, checkpoint, ours)
 
 
-@pytest.mark.parametrize(
-    ("pieces", "words"),
-    [
-        ([*PIECES[:7], "dog", "cat"], "2 of its pieces differ, such as 7, 'cat' there and 'dog' here"),
-        ([*PIECES, "bird"], "1 of its pieces differ, such as 9, 'no piece' there and 'bird' here"),
-        (PIECES[:8], "1 of its pieces differ, such as 8, 'dog' there and 'no piece' here"),
-    ],
-)
+OTHER_PIECES = [
+    ([*PIECES[:7], "dog", "cat"], "2 of its pieces differ, such as 7, 'cat' there and 'dog' here"),
+    ([*PIECES, "bird"], "1 of its pieces differ, such as 9, 'no piece' there and 'bird' here"),
+    (PIECES[:8], "1 of its pieces differ, such as 8, 'dog' there and 'no piece' here"),
+]
+
+
+@pytest.mark.parametrize(("pieces", "words"), OTHER_PIECES)
 def test_weights_of_other_pieces_are_refused(pieces: list[str], words: str, tmp_path: Path) -> None:
-    tokenizer(tmp_path, PIECES).save(tmp_path / "start" / TOKENIZER)
     start = tmp_path / "start"
+    tokenizer(tmp_path, PIECES).save(start / TOKENIZER)
     error = refused(re.escape(words), changed_tokenizer, start / "iter_0000000", tokenizer(tmp_path, pieces))
     assert f"--vocab-file {start / TOKENIZER / 'vocab.txt'}" in str(error)
 
