@@ -34,7 +34,7 @@ from megatron_ddrp.run.metrics import (
 )
 from megatron_ddrp.tasks.statistics import Score, curves_of, draw_learning_curves
 from megatron_ddrp.train import open_log
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 
 BAD_LINES = {
     "not-json": b'{"iteration": 2, "lo',
@@ -66,31 +66,24 @@ def steps(folder):
 
 
 @pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES)
-def test_readers_leave_a_damaged_line_out_and_say_so(bad, tmp_path):
-    write(tmp_path, row(1), bad, row(3))
+def test_readers_leave_a_damaged_line_out_and_resuming_keeps_it_aside_and_every_row_before_it(bad, tmp_path):
+    write(tmp_path, row(1), bad, row(3), row(4))
     told = []
-    assert read_rows(tmp_path, told.append) == [row(1), row(3)]
-    assert told == [f"{tmp_path / METRICS}: left out 1 damaged line"]
+    assert read_rows(tmp_path, told.append) == [row(1), row(3), row(4)]
+    log = MetricsFile(tmp_path / METRICS, 3, told.append)
+    log.write(row(4))
+    log.close()
+    assert steps(tmp_path) == [1, 3, 4] and (tmp_path / DAMAGED).read_bytes() == bad + b"\n"
+    file = tmp_path / METRICS
+    assert told == [f"{file}: left out 1 damaged line", f"{file}: moved 1 damaged line to {DAMAGED}"]
+    MetricsFile(file, 4, pytest.fail).close()
+    assert steps(tmp_path) == [1, 3, 4]
 
 
 def test_a_notice_comes_once_however_often_the_file_is_read(tmp_path, capsys):
     write(tmp_path, b"x", row(1), b"y")
     assert read_rows(tmp_path) == read_rows(str(tmp_path)) == [row(1)]
     assert capsys.readouterr().err == f"{tmp_path / METRICS}: left out 2 damaged lines\n"
-
-
-@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES)
-def test_resuming_keeps_a_damaged_line_aside_and_every_row_up_to_the_checkpoint(bad, tmp_path):
-    write(tmp_path, row(1), bad, row(3), row(4))
-    told = []
-    log = MetricsFile(tmp_path / METRICS, 3, told.append)
-    log.write(row(4))
-    log.close()
-    assert steps(tmp_path) == [1, 3, 4]
-    assert (tmp_path / DAMAGED).read_bytes() == bad + b"\n"
-    assert told == [f"{tmp_path / METRICS}: moved 1 damaged line to {DAMAGED}"]
-    MetricsFile(tmp_path / METRICS, 4, pytest.fail).close()
-    assert steps(tmp_path) == [1, 3, 4]
 
 
 def test_lines_end_at_line_ends_alone_and_the_one_being_written_is_no_damage(tmp_path):
@@ -127,45 +120,43 @@ def disk_of():
     limit()
 
 
-def test_rows_wait_for_a_full_disk(tmp_path, disk_of):
-    told = []
-    log = MetricsFile(tmp_path / METRICS, 0, told.append)
+def test_rows_wait_for_a_full_disk_and_may_wait_in_vain(tmp_path, disk_of):
+    told, file = [], tmp_path / METRICS
+    log = MetricsFile(file, 0, told.append)
     log.write(row(1))
-    size = (tmp_path / METRICS).stat().st_size
+    size = file.stat().st_size
     disk_of(size + 10)  # so that a part of the next row would fit
     log.write(row(2))
     log.write(row(3))
-    assert (tmp_path / METRICS).stat().st_size == size, "half a line was left"
+    assert file.stat().st_size == size, "half a line was left"
     disk_of()
-    assert told == [f"{tmp_path / METRICS}: File too large; its rows wait in memory and training goes on"]
+    assert told == [f"{file}: File too large; its rows wait in memory and training goes on"]
     log.write(row(4))
     log.close()
-    assert told[1:] == [f"{tmp_path / METRICS}: written again, with the 2 rows that had to wait"]
+    assert told[1:] == [f"{file}: written again, with the 2 rows that had to wait"]
     assert steps(tmp_path) == [1, 2, 3, 4]
-
-
-def test_rows_that_waited_in_vain_and_numbers_that_are_not_finite(tmp_path, disk_of):
-    log = MetricsFile(tmp_path / METRICS, 0, pytest.fail)
-    log.write({"iteration": 1, "grad_norm": float("inf")})
-    log.close()
-    assert read_rows(tmp_path, pytest.fail) == [{"iteration": 1, "grad_norm": None}]
-    (tmp_path / METRICS).unlink()
-    told = []
-    log = MetricsFile(tmp_path / METRICS, 0, told.append)
+    file.unlink()
+    log = MetricsFile(file, 0, told.append)
     disk_of(10)
     log.write(row(1))
     log.close()
     disk_of()
-    assert told[1:] == [f"{tmp_path / METRICS}: File too large; rows lost: 1"]
+    assert told[3:] == [f"{file}: File too large; rows lost: 1"]
+
+
+def test_a_number_that_is_not_finite_is_none(tmp_path):
+    log = MetricsFile(tmp_path / METRICS, 0, pytest.fail)
+    log.write({"iteration": 1, "grad_norm": float("inf")})
+    log.close()
+    assert read_rows(tmp_path, pytest.fail) == [{"iteration": 1, "grad_norm": None}]
 
 
 def told_at_a_resume(capsys, folder, kept, start, interval, before=None, source=None):
     """Return the step after which rows are missing, as a run says it that resumes a folder; None if it says nothing."""
     if kept is not None:
         write(folder, *map(row, kept))
-    config = Config().replace(
-        checkpoint={"save": str(folder), "load": str(source or folder)}, logging={"log_interval": interval}
-    )
+    folders = {"save": str(folder), "load": str(source or folder)}
+    config = Config().replace(checkpoint=folders, logging={"log_interval": interval})
     if before:
         path = folder / tag(start)
         path.mkdir()
@@ -181,23 +172,23 @@ def told_at_a_resume(capsys, folder, kept, start, interval, before=None, source=
     return found and found[1]
 
 
-@pytest.mark.parametrize(
-    ("kept", "start", "interval", "before", "missing"),
-    [
-        ((1, 2, 3, 4), 4, 1, None, None),
-        ((1, 10, 20), 25, 10, None, None),
-        ((1,), 9, 10, None, None),
-        ((), 0, 1, None, None),
-        ((1, 2), 4, 1, None, "2 up to step 4"),
-        ((1, 10), 25, 10, None, "10 up to step 20"),
-        ((), 9, 10, None, "0 up to step 1"),
-        (None, 4, 1, None, "0 up to step 4"),
-        ((1, 10), 15, 5, 10, None),
-        ((1, 5, 10, 15), 15, 10, 5, None),
-        ((1, 5, 10), 15, 10, 5, "10 up to step 15"),
-        ((1,), 15, 5, 10, "1 up to step 10"),
-    ],
-)
+RESUMES = [
+    ((1, 2, 3, 4), 4, 1, None, None),
+    ((1, 10, 20), 25, 10, None, None),
+    ((1,), 9, 10, None, None),
+    ((), 0, 1, None, None),
+    ((1, 2), 4, 1, None, "2 up to step 4"),
+    ((1, 10), 25, 10, None, "10 up to step 20"),
+    ((), 9, 10, None, "0 up to step 1"),
+    (None, 4, 1, None, "0 up to step 4"),
+    ((1, 10), 15, 5, 10, None),
+    ((1, 5, 10, 15), 15, 10, 5, None),
+    ((1, 5, 10), 15, 10, 5, "10 up to step 15"),
+    ((1,), 15, 5, 10, "1 up to step 10"),
+]
+
+
+@pytest.mark.parametrize(("kept", "start", "interval", "before", "missing"), RESUMES)
 def test_rows_that_are_missing_at_a_resume_are_told(kept, start, interval, before, missing, tmp_path, capsys):
     """Rows up to a resume were due at the interval `before` of the checkpoint; another folder misses none."""
     assert told_at_a_resume(capsys, tmp_path, kept, start, interval, before) == missing
@@ -205,23 +196,18 @@ def test_rows_that_are_missing_at_a_resume_are_told(kept, start, interval, befor
     assert told_at_a_resume(capsys, tmp_path / "other", None, 4, 1, source=tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
+def test_a_tensorboard_folder_that_cannot_be_is_refused_before_a_run_begins(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    for name, reason in (
         ("notes.txt", "Not a directory"),
         ("notes.txt/board", "Not a directory"),
         ("loop/board", "Too many levels of symbolic links"),
         ("x" * 300, "File name too long"),
-    ],
-    ids=["file", "below-a-file", "loop", "long"],
-)
-def test_a_tensorboard_folder_that_cannot_be_is_refused_before_a_run_begins(name, reason, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "loop").symlink_to("loop")
-    refusal = refused("--tensorboard-dir", TensorBoard, f"{tmp_path}/{name}")
-    line = f"--tensorboard-dir {tmp_path}/{name}: cannot be written: {reason}; give a folder that can be"
-    assert (str(refusal), refusal.exit_code) == (line, 2)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    ):
+        refusal = wrong_arguments("--tensorboard-dir", TensorBoard, f"{tmp_path}/{name}")
+        line = f"--tensorboard-dir {tmp_path}/{name}: cannot be written: {reason}; give a folder that can be"
+        assert str(refusal) == line and (tmp_path / "notes.txt").read_text() == "mine"
     TensorBoard(f"{tmp_path}/new/board")
     assert not (tmp_path / "new").exists(), "the run makes it when it starts"
 
@@ -252,18 +238,14 @@ def no_reader(monkeypatch):
 
 def test_a_run_that_saves_goes_on_without_its_reader(tmp_path, monkeypatch):
     """The reader goes when the ssh of a host ends; the rows are in the folder."""
-    for save in (tmp_path, None):
-        with no_reader(monkeypatch):
-            config = Config().replace(checkpoint={"save": str(save) if save else None})
-            with MetricsLog(config, 0, active=True) as log:
-                if save is None:
-                    with pytest.raises(BrokenPipeError):
-                        log.say("nobody has a row of this run")
-                else:
-                    log.say("lost")
-                    log.write({"iteration": 1, "loss": 2.0}, "on_step")
-                    log.say("lost too")
-    assert [row["iteration"] for row in read_rows(tmp_path)] == [1]
+    saving = Config().replace(checkpoint={"save": str(tmp_path)})
+    with no_reader(monkeypatch), MetricsLog(saving, 0, active=True) as log:
+        log.say("lost")
+        log.write({"iteration": 1, "loss": 2.0}, "on_step")
+        log.say("lost too")
+    with no_reader(monkeypatch), MetricsLog(Config(), 0, active=True) as log, pytest.raises(BrokenPipeError):
+        log.say("nobody has a row of this run")
+    assert steps(tmp_path) == [1]
 
 
 LEVEL = 7.0
@@ -292,19 +274,18 @@ def onset_in_loops(points, level):
     return None
 
 
-@pytest.mark.parametrize(
-    ("losses", "rows"),
-    [
-        ([9, 7, 7, 7, 7, 6.5], None),
-        ([9, 7, 7, 7, 5, 5, 5, 5, 5, 5], 6),  # (7 + 7 + 5 + 5) / 4 is 6
-        ([9, 7, 7, 7, 5, 5, 5, 5, 5, 8, 8, 8, 5, 5, 5, 5, 5], 15),  # it comes back
-        ([5, 5, 5], None),  # a trained model
-        ([5, 8, 8, 8, 8, 5, 5, 5, 5, 5], 8),  # one that came back
-        ([9, 7, 5, 5, 5, 5, 8, 8.5], None),
-        ([], None),
-    ],
-    ids=str,
-)
+ONSETS = [
+    ([9, 7, 7, 7, 7, 6.5], None),
+    ([9, 7, 7, 7, 5, 5, 5, 5, 5, 5], 6),  # (7 + 7 + 5 + 5) / 4 is 6
+    ([9, 7, 7, 7, 5, 5, 5, 5, 5, 8, 8, 8, 5, 5, 5, 5, 5], 15),  # it comes back
+    ([5, 5, 5], None),  # a trained model
+    ([5, 8, 8, 8, 8, 5, 5, 5, 5, 5], 8),  # one that came back
+    ([9, 7, 5, 5, 5, 5, 8, 8.5], None),
+    ([], None),
+]
+
+
+@pytest.mark.parametrize(("losses", "rows"), ONSETS, ids=str)
 def test_the_onset_is_the_first_smoothed_loss_that_stays_below(losses, rows):
     points = curve(*losses)
     assert onset(points, LEVEL) == (rows and rows * STEP) == onset_in_loops(points, LEVEL)
@@ -315,31 +296,24 @@ def test_a_point_weighs_as_much_as_the_tokens_that_it_is_a_mean_of():
     points = [(1_000 * n, 9.0) for n in range(1, 51)] + [(60_000, 5.0), (120_000, 5.0), (180_000, 5.0)]
     assert [loss for _, loss in smoothed(points)][-1] == pytest.approx((50 * 9 + 130 * 5) / 180)
     assert onset(points, LEVEL + 0.2) == 180_000 == onset_in_loops(points, LEVEL + 0.2)
-    watch = PlateauWatch(LEVEL + 0.2)
-    assert "has left the plateau after 180,000 tokens" in lines_of(watch, points)[-1]
+    assert "has left the plateau after 180,000 tokens" in lines_of(PlateauWatch(LEVEL + 0.2), points)[-1]
     branch = [(5_000_000, 9.0), (5_150_000, 5.0), (5_210_000, 5.0)]
     assert [loss for _, loss in smoothed(branch)] == [9.0, pytest.approx((4 * 9 + 3 * 5) / 7), 5.0]
 
 
-def ladder():
-    path = Path(__file__).parents[2] / "docs" / "ladder" / "rows.jsonl"
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        yield row, row.get("curve") or row["curves"]["training masked-LM loss"]
-
-
 def test_the_onsets_of_the_ladder_tell_the_encodings_apart():
     found = {}
-    for row, points in ladder():
+    for line in (Path(__file__).parents[2] / "docs" / "ladder" / "rows.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        points = row.get("curve") or row["curves"]["training masked-LM loss"]
         assert onset(points, LEVEL) == onset_in_loops(points, LEVEL)
         if not row["check"] and not row["half"]:
             found.setdefault((row["model"], row["planned_tokens"]), []).append(onset(points, LEVEL))
     lowest, middle, highest = 4_194_304, 16_777_216, 67_108_864
     assert max(found["rope", lowest]) < min(one for one in found["ddrp", lowest] if one)
     assert max(found["rope", middle]) < min(found["ddrp", middle]) < max(found["ddrp", middle]) < 3_000_000
-    for model in ("absolute", "nope", "t5"):
-        assert set(found[model, lowest]) == {None}
-    assert set(found["absolute", middle]) == {None}
+    for rung in (("absolute", lowest), ("nope", lowest), ("t5", lowest), ("absolute", middle)):
+        assert set(found[rung]) == {None}
     assert all(25_000_000 < one < 35_000_000 for one in found["absolute", highest])
     assert max(found["ddrp", highest]) < 5_000_000
 
@@ -359,26 +333,29 @@ def test_a_run_says_when_it_rests_when_it_leaves_and_when_it_comes_back():
     assert back == "the run is back on the plateau"
 
 
-@pytest.mark.parametrize(
-    ("losses", "count"),
-    [
-        ([9, 8, 8, 8], 0),
-        ([6.9] * 9, 0),  # where a run begins is no news
-        ([5] * 9, 0),
-        ([9, *[6.9, 7.1] * 9], 1),  # noise around the level
-        ([9, 8, *[6.9] * 6, *[5.9] * 5, *[6.1] * 5, *[5.9] * 5], 2),  # and below it
-        ([9, 8, *[5] * 6], 2),
-    ],
-    ids=str,
-)
+NOISE = [
+    ([9, 8, 8, 8], 0),
+    ([6.9] * 9, 0),  # where a run begins is no news
+    ([5] * 9, 0),
+    ([9, *[6.9, 7.1] * 9], 1),  # noise around the level
+    ([9, 8, *[6.9] * 6, *[5.9] * 5, *[6.1] * 5, *[5.9] * 5], 2),  # and below it
+    ([9, 8, *[5] * 6], 2),
+]
+
+
+@pytest.mark.parametrize(("losses", "count"), NOISE, ids=str)
 def test_noise_says_nothing(losses, count):
     assert len(lines_of(PlateauWatch(LEVEL), curve(*losses))) == count
 
 
-def test_rows_without_a_masked_lm_loss_and_earlier_folders_have_no_level(tmp_path):
+def test_rows_without_a_masked_lm_loss_and_folders_of_an_earlier_version_have_no_level_and_no_gap(tmp_path):
     rows = [{"iteration": 1, "valid_lm_loss": 3.0}, {"consumed_tokens": 5, "lm_loss": None}, {"consumed_tokens": 7}]
     assert curve_of(rows) == [] and not any(map(PlateauWatch(LEVEL).line, rows))
-    assert stored_level(tmp_path) is None
+    assert stored_level(tmp_path) is stored_gap(tmp_path) is None
+    store_level(tmp_path, 6.5)
+    assert (stored_level(tmp_path), stored_gap(tmp_path)) == (6.5, None)
+    store_level(tmp_path, 6.5, -0.01)
+    assert (stored_level(tmp_path), stored_gap(tmp_path)) == (6.5, -0.01)
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), None])
@@ -394,7 +371,7 @@ def test_a_row_without_a_finite_loss_changes_nothing(odd):
 
 def test_a_resumed_run_knows_where_it_was(tmp_path, capsys):
     before, after = rows_of(curve(9, 8, *[6.9] * 8)), rows_of(curve(9, 8, *[6.9] * 8, 6.9, 5, 5, 5, 5))[10:]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in before))
+    write(tmp_path, *before)
     watch = PlateauWatch(LEVEL)
     watch.on_start(Config().replace(checkpoint={"save": str(tmp_path)}), len(before), SimpleNamespace())
     assert capsys.readouterr().out == ""
@@ -414,14 +391,6 @@ def test_a_line_that_nobody_reads_ends_no_run(monkeypatch):
             print("the next line of the run, which says what to do then", flush=True)
 
 
-def test_a_folder_of_an_earlier_version_has_no_level_and_no_gap(tmp_path):
-    assert stored_level(tmp_path) is stored_gap(tmp_path) is None
-    store_level(tmp_path, 6.5)
-    assert (stored_level(tmp_path), stored_gap(tmp_path)) == (6.5, None)
-    store_level(tmp_path, 6.5, -0.01)
-    assert (stored_level(tmp_path), stored_gap(tmp_path)) == (6.5, -0.01)
-
-
 LOW, HIGH = Score(0.5, 0.4, 0.6), Score(0.7, 0.6, 0.75)
 
 
@@ -435,8 +404,8 @@ def test_checkpoints_of_one_run_have_a_curve_and_others_draw_nothing() -> None:
 def test_a_panel_shows_each_run_with_its_bands() -> None:
     pytest.importorskip("matplotlib")
     scores = {"a/iter_0000001": LOW, "a/iter_0000002": HIGH, "b/iter_0000001": HIGH, "b/iter_0000003": LOW}
-    without_b = {name: score for name, score in scores.items() if name[0] == "a"}
-    panels = [("CoLA", scores), ("RTE", without_b), ("QQP", {}), ("MNLI", scores), ("WNLI", scores)]
+    of_a = {name: score for name, score in scores.items() if name[0] == "a"}
+    panels = [("CoLA", scores), ("RTE", of_a), ("QQP", {}), ("MNLI", scores), ("WNLI", scores)]
     figure = draw_learning_curves(panels, "seeds")
     axes = [axis for axis in figure.axes if axis.axison]
     assert [axis.get_title() for axis in axes] == ["CoLA", "RTE", "MNLI", "WNLI"]
