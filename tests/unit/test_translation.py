@@ -110,7 +110,7 @@ EXAMPLE_OF_MEGATRON_DEEPSPEED = """--override-opt_param-scheduler --adam-beta1 0
 --no-pipeline-parallel --deepspeed-activation-checkpointing"""
 
 
-def test_examples_are_taken_whole_and_our_own_flags_say_nothing_more() -> None:
+def test_examples_are_taken_whole_and_our_own_flags_and_words_after_two_dashes_say_nothing_more() -> None:
     idle = "taken from Megatron-LM and without effect here: --max-position-embeddings 512"
     assert read(EXAMPLE_340M).remarks[0] == idle
     renamed = read(EXAMPLE_OF_MEGATRON_DEEPSPEED).remarks[1]
@@ -118,6 +118,9 @@ def test_examples_are_taken_whole_and_our_own_flags_say_nothing_more() -> None:
     assert read("--lr-warmup-iters 5 --train-iters 10 --log-interval 1 --adam-beta1 0.9").remarks == ()
     text = build_parser().format_help()
     assert "--num-workers" not in text and "docs/foreign-files.md" in text
+    left, taken = translate(["--num-workers=3", "--mmap_warmup", "a", "--", "--num-workers", "4"])
+    assert left == ["a", "--", "--num-workers", "4"]
+    assert [(found.typed, found.ours({})) for found in taken] == [("--num-workers=3", []), ("--mmap_warmup", [])]
 
 
 def test_a_number_of_samples_becomes_steps() -> None:
@@ -192,8 +195,7 @@ def test_what_means_something_else_is_refused(words: str, message: str) -> None:
 
 
 def test_all_refused_flags_are_in_one_error() -> None:
-    error = refusal("--rampup-batch-size 16 8 300 --kv-channels 3 --swiglu --learning-rate 1 --numlayers 3")
-    assert error.startswith(
+    assert refusal("--rampup-batch-size 16 8 300 --kv-channels 3 --swiglu --learning-rate 1 --numlayers 3").startswith(
         "unrecognized arguments: --rampup-batch-size 16 8 300 (the batch size is constant: "
         "give --global-batch-size alone), --swiglu, --learning-rate 1 (use --lr), "
         "--numlayers 3 (did you mean --num-layers?), --kv-channels 3 (a head has"
@@ -208,12 +210,6 @@ def test_scaling_and_wsd_are_megatrons_only_under_fp16_and_with_their_style() ->
     assert remark in read(words).remarks[-1]
     for others in (f"{words} --lr-wsd-decay-style linear", "--num-workers 2"):
         assert "wsd" not in read(others).remarks[-1]
-
-
-def test_words_after_two_dashes_and_values_with_equals_are_kept_apart() -> None:
-    left, taken = translate(["--num-workers=3", "--mmap_warmup", "a", "--", "--num-workers", "4"])
-    assert left == ["a", "--", "--num-workers", "4"]
-    assert [(found.typed, found.ours({})) for found in taken] == [("--num-workers=3", []), ("--mmap_warmup", [])]
 
 
 def test_the_tables_hold_each_flag_once_and_none_of_ours() -> None:
@@ -380,20 +376,12 @@ def test_an_older_deepspeed_is_refused_in_one_line_and_a_newer_one_taken(monkeyp
 
 
 def test_what_deepspeed_knows_is_taken(tmp_path: Path) -> None:
-    settings = {
-        "zero_optimization": {"stage": "auto", "stage3_param_persistence_threshold": 7, "overlap_comm": False},
-        "fp16": {"initial_scale_power": 8, "auto_cast": False},
-        "wall_clock_breakdown": True,
-        "gradient_allreduce_op": "mean",
-        "managed_gradient_accumulation": True,
-        "data_efficiency": {"enabled": False, "seed": 7},
-        "train_batch_size": "auto",
-        "activation_checkpointing": {"profile": True},
-        "flops_profiler": {"enabled": True, "profile_step": 3},
-        "csv_monitor": {"enabled": True, "output_path": "x"},
-        "bf16": "auto",
-    }
-    assert read_file(tmp_path, json.dumps(settings)) == settings
+    text = """{"zero_optimization": {"stage": "auto", "stage3_param_persistence_threshold": 7, "overlap_comm": false},
+        "fp16": {"initial_scale_power": 8, "auto_cast": false}, "bf16": "auto", "wall_clock_breakdown": true,
+        "gradient_allreduce_op": "mean", "managed_gradient_accumulation": true, "train_batch_size": "auto",
+        "data_efficiency": {"enabled": false, "seed": 7}, "activation_checkpointing": {"profile": true},
+        "flops_profiler": {"enabled": true, "profile_step": 3}, "csv_monitor": {"enabled": true, "output_path": "x"}}"""
+    assert read_file(tmp_path, text) == json.loads(text)
     assert read_settings(ParallelConfig(), "cpu") == {}
 
 
@@ -496,15 +484,12 @@ def test_bf16_is_checked_and_clipped_on_the_device_where_it_can_be(settings, fro
     assert made["gradient_clipping"] == (0.0 if on_device else 0.3)
 
 
-def test_a_file_may_switch_the_throughput_timer_and_overlapping_on(tmp_path: Path) -> None:
+def test_a_file_may_switch_the_timer_and_overlapping_on_but_an_offloaded_pipeline_adds_up_in_bf16(tmp_path) -> None:
     assert settings_of(Config(), device="cuda")["timers"] == {"throughput": {"enabled": False}}
     text = '{"timers": {"throughput": {"enabled": true}}, "zero_optimization": {"overlap_comm": true}}'
     config = Config().replace(parallel={"deepspeed_config": written(tmp_path, text), "zero_stage": 1})
     made = settings_of(config, device="cuda")
     assert made["timers"]["throughput"]["enabled"] and made["zero_optimization"]["overlap_comm"]
-
-
-def test_an_offloaded_pipeline_adds_up_in_bf16(tmp_path: Path) -> None:
     parts = Config().replace(training={"bf16": True}, parallel={"pipeline_model_parallel_size": 2})
     assert settings_of(parts)["data_types"] == {"grad_accum_dtype": "fp32"}
     offloaded = parts.replace(parallel={"offload_optimizer": "cpu"})
