@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.checkpoint import (
-    choose_checkpoint,
-    fault,
-    load_model,
-    read_state,
-    refuse_folders,
-    write_state,
-)
+from megatron_ddrp.checkpoint import choose_checkpoint, fault, load_model, read_state, refuse_folders, write_state
 from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
@@ -98,8 +91,8 @@ def damage_latest(pointer, damage):
 
 
 @pytest.mark.parametrize("damage", [*CONTENTS, "link", "missing"])
-def test_a_damaged_latest_falls_back_to_the_newest_whole_checkpoint(damage, run):
-    pointer = run / checkpoint.LATEST
+def test_a_damaged_latest_falls_back_to_the_newest_whole_checkpoint_and_is_no_fresh_start(damage, run, tmp_path):
+    pointer, empty = run / checkpoint.LATEST, tmp_path / "empty"
     damage_latest(pointer, damage)
     name, (line,) = chosen(run)
     assert name == "iter_0000006" and line.startswith(f"{pointer} ") and "taking the newest whole checkpoint" in line
@@ -108,43 +101,33 @@ def test_a_damaged_latest_falls_back_to_the_newest_whole_checkpoint(damage, run)
     flip(run / "iter_0000006" / FILE)
     name, told = chosen(run)
     assert name == "iter_0000004" and len(told) == 2 and "skipped" in told[1]
+    if damage != "missing":
+        empty.mkdir()
+        damage_latest(empty / checkpoint.LATEST, damage)
+        for save, load in ((empty, empty), (None, empty), (empty, None)):
+            refused(r"holds no checkpoint, and latest|holds a run already", refuse_folders, save, load)
 
 
-@pytest.mark.parametrize("damage", [*CONTENTS, "link"])
-def test_latest_without_any_checkpoint_is_no_fresh_start(damage, tmp_path):
-    damage_latest(tmp_path / checkpoint.LATEST, damage)
-    for save, load in ((tmp_path, tmp_path), (None, tmp_path), (tmp_path, None)):
-        refused(r"holds no checkpoint, and latest|holds a run already", refuse_folders, save, load)
-
-
-def test_a_folder_of_megatron_lm_is_refused(tmp_path):
-    (tmp_path / "iter_0005000" / "mp_rank_00").mkdir(parents=True)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5000")
-    for flag, folders in (("--load", (None, tmp_path)), ("--save", (tmp_path, None))):
-        words = f"{flag} {tmp_path} holds checkpoints of Megatron-LM, which are not read"
-        refused(words, refuse_folders, *folders)
-
-
-@pytest.mark.parametrize("file", ["latest", f"iter_0000002/{FILE}", "config.json"])
-def test_a_file_is_no_fresh_start(file, run, tmp_path):
-    words = f"--load {run / file} is a file: give the folder of a run, such as {run},"
-    for save in (None, tmp_path / "new"):
-        refused(words, refuse_folders, save, run / file)
-
-
-def test_a_misspelt_load_is_no_fresh_start_and_a_killed_run_may_start_again(tmp_path):
+def test_a_wrong_folder_or_a_file_is_no_fresh_start_and_a_killed_run_may_start_again(run, tmp_path):
     """A restart names one folder twice, which need not exist; an empty folder starts afresh."""
-    words = f"--load {tmp_path / 'strat'}: no such folder: .* leave --load out"
-    for save in (None, tmp_path / "new"):
+    theirs, new, empty = (tmp_path / name for name in ("theirs", "new", "empty"))
+    (theirs / "iter_0005000" / "mp_rank_00").mkdir(parents=True)
+    (theirs / "latest_checkpointed_iteration.txt").write_text("5000")
+    empty.mkdir()
+    of_megatron = f"{theirs} holds checkpoints of Megatron-LM, which are not read"
+    refused(f"--save {of_megatron}", refuse_folders, theirs, None)
+    refused(f"--load {of_megatron}", refuse_folders, None, theirs)
+    for save in (None, new):
+        for file in ("latest", f"iter_0000002/{FILE}", "config.json"):
+            words = f"--load {run / file} is a file: give the folder of a run, such as {run},"
+            refused(words, refuse_folders, save, run / file)
+        words = f"--load {tmp_path / 'strat'}: no such folder: .* leave --load out"
         refused(words, refuse_folders, save, tmp_path / "strat")
-        refuse_folders(save, tmp_path)
-    refuse_folders(tmp_path / "new", tmp_path / "new")
-    save_config(Config(), tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("")
-    refuse_folders(tmp_path, tmp_path)
-
-
-def test_a_folder_named_latest_is_refused_with_the_remedy(run):
+        refuse_folders(save, empty)
+    refuse_folders(new, new)
+    save_config(Config(), empty)
+    (empty / "metrics.jsonl").write_text("")
+    refuse_folders(empty, empty)
     (run / checkpoint.LATEST).unlink()
     (run / checkpoint.LATEST).mkdir()
     refused("latest is not a file: remove it", choose_checkpoint, run)
@@ -157,30 +140,31 @@ def test_going_back_to_an_older_checkpoint_is_told(run):
     assert checkpoint.last_name(run) == "iter_0000002"
 
 
+def names_of(paths):
+    return [path.name for path in paths]
+
+
 def test_names_sort_by_number(run):
     for name, step in (("iter_9999999", 9_999_999), ("iter_10000000", 10_000_000)):
         path = shutil.copytree(run / "iter_0000006", run / name)
         write_state(path, read_state(run / "iter_0000006") | {"iteration": step})
         checkpoint.mark_latest(run, name)
     names = ["iter_10000000", "iter_9999999", "iter_0000006", "iter_0000004", "iter_0000002"]
-    assert [path.name for path in checkpoint.candidates(run).paths] == names
-    assert chosen(run) == ("iter_10000000", [])
+    assert names_of(checkpoint.candidates(run).paths) == names and chosen(run) == ("iter_10000000", [])
     snapshots = find_snapshots([run], every=True)
     assert [snapshot.iteration for snapshot in snapshots] == [2, 4, 6, 9_999_999, 10_000_000]
     checkpoint.prune(run, 2, "iter_10000000", milestone_interval=4)
-    assert [path.name for path in checkpoint.all_checkpoints(run)] == [*names[:2], "iter_0000004"]
+    assert names_of(checkpoint.all_checkpoints(run)) == [*names[:2], "iter_0000004"]
     checkpoint.mark_latest(run, "iter_9999999")
-    assert [path.name for path in checkpoint.candidates(run).paths] == ["iter_9999999", "iter_0000004"]
+    assert names_of(checkpoint.candidates(run).paths) == ["iter_9999999", "iter_0000004"]
 
 
 def test_pruning_deletes_checkpoints_alone(run):
-    (run / "iter_0000001_of_mine").mkdir()
-    (run / "iter_0000001_of_mine.tmp").mkdir()
-    (run / "iter_0000007.tmp").mkdir()
-    (run / "iter_0000007.old.tmp").mkdir()
-    checkpoint.prune(run, 1, "iter_0000004")
     mine = ["iter_0000001_of_mine", "iter_0000001_of_mine.tmp"]
-    assert sorted(path.name for path in run.glob("iter_*")) == [*mine, "iter_0000004", "iter_0000006"]
+    for name in (*mine, "iter_0000007.tmp", "iter_0000007.old.tmp"):
+        (run / name).mkdir()
+    checkpoint.prune(run, 1, "iter_0000004")
+    assert sorted(names_of(run.glob("iter_*"))) == [*mine, "iter_0000004", "iter_0000006"]
 
 
 @pytest.mark.parametrize("named", ["iter_0000004", "iter_1", "iter_0000002", ""])
@@ -194,27 +178,25 @@ def test_a_run_that_goes_back_replaces_what_it_passes(run, named):
         (temporary := run / f"iter_000000{step}.tmp").mkdir()
         checkpoint.complete(temporary, state | {"iteration": step}, since)
     names = ["iter_0000008", "iter_0000007", "iter_0000006", "iter_0000004", "iter_0000002"]
-    assert [path.name for path in checkpoint.all_checkpoints(run)] == names
+    assert names_of(checkpoint.all_checkpoints(run)) == names
 
 
 def test_a_save_that_fails_removes_no_older_checkpoint(run, monkeypatch):
+    def refuse(*_):
+        raise OSError("disk full")
+
     (run / "iter_0000007.tmp").mkdir()
     monkeypatch.setattr(checkpoint.folder, "mark_latest", refuse)
     with pytest.raises(OSError, match="full"):
         checkpoint.complete(run / "iter_0000007.tmp", read_state(run / "iter_0000006"), 2)
-    assert {"iter_0000004", "iter_0000006"} <= {path.name for path in checkpoint.all_checkpoints(run)}
-
-
-def refuse(*_):
-    raise OSError("disk full")
+    assert {"iter_0000004", "iter_0000006"} <= {*names_of(checkpoint.all_checkpoints(run))}
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "exit_code"])
 @pytest.mark.parametrize("load", [False, True])
 def test_a_run_does_not_replace_the_files_of_others(tmp_path, name, load):
     (tmp_path / name).write_text('{"model_type": "bert"}')
-    load_from = tmp_path if load else None
-    refused(f"--save .* holds {name}, which no run wrote", refuse_folders, tmp_path, load_from)
+    refused(f"--save .* holds {name}, which no run wrote", refuse_folders, tmp_path, tmp_path if load else None)
 
 
 def changed_state(path, *removed, **changes):
@@ -223,45 +205,41 @@ def changed_state(path, *removed, **changes):
     (path / checkpoint.STATE).write_text(json.dumps({key: state[key] for key in state if key not in removed}))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: (path / "state.json").unlink(),
-        lambda path: (path / "state.json").write_bytes(b""),
-        lambda path: (path / "state.json").write_bytes(b"\xff{}"),
-        lambda path: (path / "state.json").write_text("[" * 100_000),
-        lambda path: (path / "state.json").write_text("3"),
-        lambda path: changed_state(path, iteration=5),
-        lambda path: changed_state(path, consumed_samples=1),
-        lambda path: changed_state(path, crc32=None),
-        lambda path: changed_state(path, crc32="00000000"),
-        lambda path: changed_state(path, "crc32"),
-        lambda path: changed_state(path, "optimizer_step"),
-    ],
-)
+DAMAGES = [
+    lambda path: (path / "state.json").unlink(),
+    lambda path: (path / "state.json").write_bytes(b""),
+    lambda path: (path / "state.json").write_bytes(b"\xff{}"),
+    lambda path: (path / "state.json").write_text("[" * 100_000),
+    lambda path: (path / "state.json").write_text("3"),
+    lambda path: changed_state(path, iteration=5),
+    lambda path: changed_state(path, consumed_samples=1),
+    lambda path: changed_state(path, crc32=None),
+    lambda path: changed_state(path, crc32="00000000"),
+    lambda path: changed_state(path, "crc32"),
+    lambda path: changed_state(path, "optimizer_step"),
+]
+OTHER_STATES = [
+    ({"iteration": 5}, "iteration is 5 in a folder named iter_0000006"),
+    ({"config": 3}, "the configuration is not an object"),
+    ({"config": {"model": 3}}, "the configuration is not an object"),
+    ({"config": {"modle": {}}}, "unknown section 'modle'"),
+    ({"config": {"model": {"num_layers": "two"}}}, "model setting num_layers is 'two': a wrong type"),
+    ({"config": {"model": {"num_layers": 0}}}, "--num-layers is 0"),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_state_is_passed_over(damage, run):
     damage(run / "iter_0000006")
     name, (line,) = chosen(run)
-    assert name == "iter_0000004"
-    assert line.startswith(f"skipped {run / 'iter_0000006'}: state.json is ")
+    assert name == "iter_0000004" and line.startswith(f"skipped {run / 'iter_0000006'}: state.json is ")
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"iteration": 5}, "iteration is 5 in a folder named iter_0000006"),
-        ({"config": 3}, "the configuration is not an object"),
-        ({"config": {"model": 3}}, "the configuration is not an object"),
-        ({"config": {"modle": {}}}, "unknown section 'modle'"),
-        ({"config": {"model": {"num_layers": "two"}}}, "model setting num_layers is 'two': a wrong type"),
-        ({"config": {"model": {"num_layers": 0}}}, "--num-layers is 0"),
-    ],
-    ids=str,
-)
-def test_a_state_of_another_step_or_version_is_refused(changes, reason, run):
-    path = run / "iter_0000006"
-    write_state(path, read_state(path) | changes)
-    assert reason in (fault(path) or "")
+def test_a_state_of_another_step_or_version_is_refused(run):
+    path, state = run / "iter_0000006", read_state(run / "iter_0000006")
+    for changes, reason in OTHER_STATES:
+        write_state(path, state | changes)
+        assert reason in (fault(path) or "")
 
 
 def test_no_flipped_bit_of_a_state_is_taken(run):
@@ -305,19 +283,17 @@ def test_every_reader_passes_a_changed_file_over_and_says_so(reader, run, capsys
     assert told.count(f"skipped {run / 'iter_0000006'}: {FILE} has the CRC-32 ") == 1
 
 
-@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
-def test_every_reader_refuses_in_one_line_where_nothing_is_whole(reader, run, capsys):
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_refuse_where_nothing_is_whole_and_a_damaged_checkpoint_that_was_named(reader, run, capsys):
     for path in checkpoint.all_checkpoints(run):
         flip(path / FILE)
-    refused(r"holds no complete checkpoint \(iter_0000006: .*iter_0000002: ", reader, run)
+    refused(r"holds no complete checkpoint \(iter_0000006: .*iter_0000002: ", READERS[reader], run)
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("reader", OF_ONE.values(), ids=OF_ONE)
-def test_a_damaged_checkpoint_that_was_named_is_refused(reader, run):
-    for damage in (lambda: flip(run / "iter_0000006" / FILE), (run / "iter_0000006" / "state.json").unlink):
-        damage()
-        refused(re.escape(f"--load {run / 'iter_0000006'}: "), reader, run / "iter_0000006")
+    if reader in OF_ONE:
+        named = run / "iter_0000006"
+        refused(re.escape(f"--load {named}: "), READERS[reader], named)
+        (named / "state.json").unlink()
+        refused(re.escape(f"--load {named}: "), READERS[reader], named)
 
 
 def test_only_the_files_that_the_caller_reads_are_checked_against_their_sums(run):
@@ -353,11 +329,8 @@ def test_a_model_that_was_trained_by_a_gpu_backend_is_read_for_any_device(run):
     assert config.model.attention_backend == model.config.attention_backend == "auto"
 
 
-def test_a_checkpoint_that_is_named_is_the_only_candidate_and_must_be_there(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_named_is_the_only_candidate_and_must_be_there(run, tmp_path):
     """A run that is to branch off it never starts afresh instead."""
-    run = tmp_path / "run"
-    for name in ("iter_0000002", "iter_0000004"):
-        (run / name).mkdir(parents=True)
     for name in ("iter_0000002", "iter_0000003"):
         assert checkpoint.candidates(run / name).paths == [run / name]
     refused("iter_0000003: missing or incomplete", checkpoint.newest, run / "iter_0000003")
@@ -366,24 +339,30 @@ def test_a_checkpoint_that_is_named_is_the_only_candidate_and_must_be_there(tmp_
 
 
 @pytest.fixture
-def home(tiny_corpus, tmp_path):
+def folder_of(tiny_corpus):
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
     config = Config().replace(model={"vocab_size": tokenizer.vocab_size})
-    with RunFolder(tmp_path / "run", config, tokenizer, 6.5) as home:
-        yield home
+    return lambda path: RunFolder(path, config, tokenizer, 6.5)
 
 
-@pytest.mark.parametrize("kind", ["a file", "a link"])
-def test_a_lock_of_others_is_not_touched(home, tmp_path, kind):
-    theirs, mine = tmp_path / "theirs", tmp_path / "mine"
-    theirs.mkdir()
+def test_locks_of_others_are_not_touched_and_what_cannot_be_made_is_answered_with_the_flag(folder_of, tmp_path):
+    """A deleted lock is no longer this run's, so its end leaves the file of the next one."""
+    mine = tmp_path / "mine"
     mine.write_text("mine")
-    (theirs / LOCK).hardlink_to(mine) if kind == "a file" else (theirs / LOCK).symlink_to(mine)
-    refused("not the lock of a run|Too many levels", RunFolder(theirs, home._config, home._tokenizer, 6.5).__enter__)
-    assert mine.read_text() == "mine" and [path.name for path in theirs.iterdir()] == [LOCK]
+    for name, link in (("hard", Path.hardlink_to), ("soft", Path.symlink_to)):
+        theirs = tmp_path / name
+        theirs.mkdir()
+        link(theirs / LOCK, mine)
+        refused("not the lock of a run|Too many levels", folder_of(theirs).__enter__)
+        assert mine.read_text() == "mine" and names_of(theirs.iterdir()) == [LOCK]
+    with folder_of(tmp_path / "run"):
+        (tmp_path / "run" / LOCK).unlink()
+        (tmp_path / "run" / LOCK).write_text("another's")
+    assert (tmp_path / "run" / LOCK).read_text() == "another's"
+    refused("mine/run: Not a directory; give --save a folder", folder_of(mine / "run").__enter__)
 
 
-def test_plug_ins_of_one_file_name_are_kept_beside_each_other(home, tmp_path, monkeypatch):
+def test_plug_ins_of_one_file_name_are_kept_beside_each_other(folder_of, tmp_path, monkeypatch):
     """Only code that a plug-in no longer has is one that has changed."""
     files = [tmp_path / name / "mine.py" for name in ("a", "b")]
     for number, file in enumerate(files):
@@ -393,23 +372,9 @@ def test_plug_ins_of_one_file_name_are_kept_beside_each_other(home, tmp_path, mo
     told = []
     for text in ("# 0", "# 0", "# changed"):
         files[0].write_text(text)
-        with RunFolder(tmp_path / "own", home._config, home._tokenizer, 6.5) as own:
+        with folder_of(tmp_path / "own") as own:
             told.append(own.remarks)
     kept = {path.name: path.read_text() for path in (tmp_path / "own" / "plugins").iterdir()}
     assert kept == {"mine.py": "# 0", "mine-2.py": "# 1", "mine-3.py": "# changed"}
     line = "--plugin mine.py: changed since the run began; its new code is kept as plugins/mine-3.py"
     assert told == [[], [], [line]]
-
-
-def test_a_folder_that_another_run_has_taken_is_left_to_it(home):
-    """A deleted lock is no longer this run's, so its end leaves the file of the next one."""
-    (home.path / LOCK).unlink()
-    (home.path / LOCK).write_text("another's")
-    home.__exit__()
-    assert (home.path / LOCK).read_text() == "another's"
-
-
-def test_a_folder_that_cannot_be_made_is_answered_with_the_flag(home, tmp_path):
-    (tmp_path / "file").write_text("")
-    below = RunFolder(tmp_path / "file" / "run", home._config, home._tokenizer, 6.5)
-    refused("file/run: Not a directory; give --save a folder", below.__enter__)
