@@ -56,23 +56,16 @@ CONFIG = Config().replace(
 )
 
 
-NO_NORMS: dict[int, list[float]] = {}
-
-
 class Training:
     """A `TrainingRun` whose steps give chosen gradient norms; `events` is what happened, in order."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, late: bool, norms: dict[int, list[float]] = NO_NORMS, **settings: Any
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: bool, norms: Any = None, **settings: Any) -> None:
         self.events: list[str] = []
         self.rows: list[dict[str, Any]] = []
-        self.norms = {step: iter(values) for step, values in norms.items()}
-        self.requests = StopRequests(None)
-        self.asks_after = 0
-        self.is_quiet = False
         self.lines: list[str] = []
         self.saves: list[tuple[int, int]] = []
+        self.norms = {step: iter(values) for step, values in (norms or {}).items()}
+        self.requests, self.asks_after, self.is_quiet = StopRequests(None), 0, False
         monkeypatch.setattr(nonfinite, "train_step", self.train_step)
         monkeypatch.setattr(nonfinite, "gather_objects", lambda item: [item])
         monkeypatch.setattr(loop, "reads_late", lambda setup: late)
@@ -109,8 +102,11 @@ class Training:
         self.saves.append((since, progress.iteration))
         return progress.iteration
 
-    def __call__(self) -> tuple[Progress, int]:
-        return self.run.steps(SimpleNamespace(), None, Progress(), self.requests)  # type: ignore[arg-type]
+    def numbers(self, *names: str) -> list[tuple[Any, ...]]:
+        return [tuple(row[name] for name in names) for row in self.rows]
+
+    def __call__(self, begin: Progress | None = None) -> tuple[Progress, int]:
+        return self.run.steps(SimpleNamespace(), None, begin or Progress(), self.requests)  # type: ignore[arg-type]
 
 
 Build = Callable[..., Training]
@@ -128,23 +124,29 @@ def late(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def test_late_numbers_are_read_behind_the_next_launch_but_before_a_checkpoint(training: Build) -> None:
-    made = training(True)
-    assert made() == (Progress(6, 12, 30), 0)
+def test_late_numbers_are_read_behind_the_next_launch_but_before_a_checkpoint_and_are_the_same(training: Build) -> None:
+    rows = []
+    for late in (False, True):
+        made = training(late)
+        assert made() == (Progress(6, 12, 30), 0) and made.saves == [(0, 4), (4, 6)]
+        rows.append(made.numbers("iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm"))
     assert made.events[:7] == ["launch 1", "launch 2", "row 1", "launch 3", "row 2", "launch 4", "row 3"]
     assert made.events[7:] == ["row 4", "save 4", "launch 5", "launch 6", "row 5", "row 6", "save 6"]
-    assert made.saves == [(0, 4), (4, 6)]
+    assert rows[0] == rows[1] and [row[-1] for row in rows[0]] == [1, 2, 3, 4, 5, 6]
+    assert rows[0][2][3] == 6.0  # 10 · 3 ÷ 5
 
 
-def test_a_request_before_the_first_step_ends_the_run_there(late: bool, training: Build) -> None:
+def test_a_request_ends_the_run_at_its_step_or_one_later_and_before_the_first_step_there(late, training: Build) -> None:
+    made, last = training(late), 3 if late else 2
+    made.asks_after = 2
+    progress, request = made()
+    assert (progress.iteration, request) == (last, 15) and made.events[-2:] == [f"row {last}", f"save {last}"]
     made = training(late)
     made.requests.received = 10
     assert made() == (Progress(), 10) and made.events == []
 
 
-def test_a_step_that_fails_ends_the_thread_that_reads_ahead(
-    late: bool, training: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_ends_the_thread_that_reads_ahead(late: bool, training: Build, monkeypatch) -> None:
     """The error still holds the loop's frame here, so that nothing but the loop itself can have closed the stream."""
     made, ends = training(late), []
 
@@ -161,9 +163,7 @@ def test_a_step_that_fails_ends_the_thread_that_reads_ahead(
     assert ends == ["closed"] and caught.tb is not None
 
 
-def test_a_profile_begins_and_ends_between_two_steps(
-    training: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_profile_begins_and_ends_between_two_steps(training: Build, monkeypatch) -> None:
     """No step that is still being computed is in it, and none of its own is left out."""
     made = training(True, logging={"profile": True, "profile_step_start": 1, "profile_step_end": 3})
     monkeypatch.setattr(StepProfile, "begin", lambda self, step: made.events.append(f"begin? {step}"))
@@ -173,71 +173,49 @@ def test_a_profile_begins_and_ends_between_two_steps(
     assert made.events[5:11] == ["launch 2", "begin? 3", "launch 3", "row 2", "row 3", "end? 3"]
 
 
-def test_late_or_not_each_row_has_its_own_steps_numbers(training: Build) -> None:
-    rows = []
-    for late in (False, True):
-        made = training(late)
-        made()
-        kept = ("iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm")
-        rows.append([{name: row[name] for name in kept} for row in made.rows])
-    assert rows[0] == rows[1] and [row["grad_norm"] for row in rows[0]] == [1, 2, 3, 4, 5, 6]
-    assert rows[0][2]["lm_loss"] == 6.0  # 10 · 3 ÷ 5
-
-
 def test_the_memory_of_a_row_is_the_largest_of_the_ranks(training: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """This rank's peak is 1, 3 and 2 GiB, another one's twice as much."""
     made, peaks = training(False), itertools.cycle((1, 3, 2))
     monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: next(peaks) * 2**30)
     monkeypatch.setattr(loop, "largest_over_ranks", lambda number, device: 2 * number)
     made()
-    assert [row["peak_memory_gib"] for row in made.rows[:3]] == [2.0, 6.0, 4.0]
+    assert made.numbers("peak_memory_gib")[:3] == [(2.0,), (6.0,), (4.0,)]
 
 
-def test_rates_are_those_of_all_steps_when_validations_and_checkpoints_fall_between_rows(
-    training: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rates_are_those_of_all_steps_when_checkpoints_fall_between_rows(training: Build, monkeypatch) -> None:
     """A step takes 2 s and 5 tokens here, a checkpoint 100 s."""
     made = training(False, logging={"log_interval": 6}, checkpoint={"save_interval": 5})
     now = [0.0]
 
-    def pass_time(seconds: float) -> None:
+    def taking(seconds: float, call: Callable[..., Any], *given: Any) -> Any:
         now[0] += seconds
+        return call(*given)
 
-    launch, save = made.train_step, made.save
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(nonfinite, "train_step", lambda *given: (pass_time(2), launch(*given))[1])
-    monkeypatch.setattr(made, "save", lambda *given: (pass_time(100), save(*given))[1])
+    monkeypatch.setattr(nonfinite, "train_step", partial(taking, 2, made.train_step))
+    monkeypatch.setattr(made, "save", partial(taking, 100, made.save))
     made()
-    assert "save 5" in made.events
-    assert [(row["step_time"], row["tokens_per_second"]) for row in made.rows] == [(2.0, 2.5), (2.0, 2.5)]
+    assert "save 5" in made.events and made.numbers("step_time", "tokens_per_second") == [(2.0, 2.5)] * 2
 
 
 EVERY_FOUR = {"log_interval": 4}
 
 
-def test_a_row_holds_the_mean_since_the_row_before(late: bool, training: Build) -> None:
-    made = training(late, logging=EVERY_FOUR)
-    assert made() == (Progress(6, 12, 30), 0)
-    # A step's sum is 10 · step and its count 5: 2 · step, and the mean of steps 2 to 4, and of 5 and 6.
-    assert [(row["iteration"], row["lm_loss"]) for row in made.rows] == [(1, 2.0), (4, 6.0), (6, 11.0)]
-    assert [row["grad_norm"] for row in made.rows] == [1, 4, 6]
-
-
-def test_a_quiet_run_shows_its_numbers_so_far_and_writes_the_same_rows(
+def test_a_row_holds_the_mean_since_the_row_before_and_a_quiet_run_shows_its_numbers_so_far(
     late: bool, training: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two rows a line takes part in nothing that other ranks would have to join."""
-    shown, rows, asked = [], [], []
+    shown, asked = [], []
     for quiet in (False, True):
         made = training(late, logging=EVERY_FOUR)
         made.is_quiet = quiet
         monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: asked.append(device) or 2**30)
-        made()
+        assert made() == (Progress(6, 12, 30), 0)
         found = [re.match(r"step (\d)/6 .*\(mlm (\S+) .* eta", line) for line in made.lines]
         shown.append({int(line[1]): float(line[2]) for line in found if line})
-        rows.append([{name: row[name] for name in ("iteration", "lm_loss", "grad_norm")} for row in made.rows])
-    assert shown[0] == {1: 2, 4: 6, 6: 11} and shown[1] == {1: 2, 2: 4, 3: 5, 4: 6, 5: 10, 6: 11}
-    assert rows[0] == rows[1] and len(asked) == 6
+        # A step's sum is 10 · step and its count 5: 2 · step, and the mean of steps 2 to 4, and of 5 and 6.
+        assert made.numbers("iteration", "lm_loss", "grad_norm") == [(1, 2.0, 1), (4, 6.0, 4), (6, 11.0, 6)]
+    assert shown == [{1: 2, 4: 6, 6: 11}, {1: 2, 2: 4, 3: 5, 4: 6, 5: 10, 6: 11}] and len(asked) == 6
 
 
 def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(late: bool, training: Build) -> None:
@@ -245,37 +223,29 @@ def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(la
     for last in (6, 3):
         made = training(late, logging=EVERY_FOUR, checkpoint={"exit_interval": last})
         progress, _ = made()
-        state = json.loads(json.dumps(asdict(progress)))
-        made.run.steps(None, None, Progress.from_state(state), made.requests)  # type: ignore[arg-type]
-        rows.append([(row["iteration"], row["lm_loss"], row["loss"]) for row in made.rows])
+        made(Progress.from_state(json.loads(json.dumps(asdict(progress)))))
+        rows.append(made.numbers("iteration", "lm_loss", "loss"))
     assert rows[0] == rows[1] and len(rows[0]) == 3
 
 
 def test_skipped_steps_and_sums_of_another_objective_are_left_out_of_the_mean(training: Build) -> None:
     made = training(False, {3: [math.nan] * 2, 5: [math.inf] * 2, 6: [math.inf] * 2}, logging=EVERY_FOUR)
     made()
-    assert [row["lm_loss"] for row in made.rows[:2]] == [2.0, 6.0]  # steps 2 and 4
-    assert made.rows[2]["lm_loss"] == 12.0  # of skipped steps alone, the last one's own
+    # Of steps 1, and 2 and 4; of skipped steps alone, the last one's own.
+    assert made.numbers("lm_loss") == [(2.0,), (6.0,), (12.0,)]
     made = training(False)
-    begin = Progress(2, 4, 10, {"of_another_objective": 1e9})
-    made.run.steps(None, None, begin, made.requests)  # type: ignore[arg-type]
-    assert [row["lm_loss"] for row in made.rows] == [6.0, 8.0, 10.0, 12.0]
+    made(Progress(2, 4, 10, {"of_another_objective": 1e9}))
+    assert made.numbers("lm_loss") == [(6.0,), (8.0,), (10.0,), (12.0,)]
 
 
-def test_a_step_that_was_not_finite_is_tried_again(late: bool, training: Build) -> None:
+def test_a_step_that_was_not_finite_is_tried_again_and_steps_that_stay_so_end_the_run(late, training: Build) -> None:
     """Late, the step behind it was launched by then."""
     made = training(late, {2: [math.nan, 7.0]})
     made()
-    between = ["launch 3"] if late else []
-    begin = made.events.index("launch 2")
-    around = [event for event in made.events[begin:] if event != "row 1"]
-    assert around[: 4 + late] == ["launch 2", *between, "launch 2", "step 2", "row 2"]
-    assert [row["grad_norm"] for row in made.rows] == [1, 7, 3, 4, 5, 6]
-
-
-def test_steps_that_stay_not_finite_end_the_run(late: bool, training: Build) -> None:
-    bad = dict.fromkeys(range(2, 7), [math.inf] * 2)
-    made = training(late, bad, training={"max_skipped_steps": 2})
+    around = [event for event in made.events[made.events.index("launch 2") :] if event != "row 1"]
+    assert around[: 4 + late] == ["launch 2", *["launch 3"] * late, "launch 2", "step 2", "row 2"]
+    assert made.numbers("grad_norm") == [(1,), (7,), (3,), (4,), (5,), (6,)]
+    made = training(late, dict.fromkeys(range(2, 7), [math.inf] * 2), training={"max_skipped_steps": 2})
     refused("2 steps in a row were not finite, the last of them step 3", made)
     assert ("launch 4" in made.events) == late
 
@@ -297,47 +267,37 @@ class FakeReplay:
         pass
 
 
-@pytest.mark.parametrize(("faulty", "replayed"), [((), [2, 4, 6]), ((2,), [2, 3, 4, 6]), ((2, 3), [2, 3, 4, 6])])
-def test_every_step_is_replayed_until_one_has_no_fault(
-    faulty: tuple[int, ...], replayed: list[int], late: bool, training: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def replays(training: Build, monkeypatch: pytest.MonkeyPatch) -> Build:
+    """Return a function that makes a run whose replays find a fault in some steps."""
     monkeypatch.setattr(nonfinite, "Replay", FakeReplay)
     monkeypatch.setattr(FakeReplay, "steps", [])
-    monkeypatch.setattr(FakeReplay, "faulty", faulty)
-    made = training(
-        late, {step: [math.nan] for step in faulty}, training={"replay_interval": 2, "max_skipped_steps": 3}
-    )
+
+    def make(late: bool, faulty: tuple[int, ...], **settings: int) -> Training:
+        monkeypatch.setattr(FakeReplay, "faulty", faulty)
+        return training(late, {step: [math.nan] for step in faulty}, training=settings)
+
+    return make
+
+
+@pytest.mark.parametrize(("faulty", "replayed"), [((), [2, 4, 6]), ((2,), [2, 3, 4, 6]), ((2, 3), [2, 3, 4, 6])])
+def test_every_step_is_replayed_until_one_has_no_fault(faulty, replayed, late: bool, replays: Build) -> None:
+    made = replays(late, faulty, replay_interval=2, max_skipped_steps=3)
     assert made()[0].iteration == 6 and FakeReplay.steps == replayed
     skipped = [f"step {step} skipped, parameters and optimizer unchanged: rank 1 in {step}" for step in faulty]
     assert [line for line in made.lines if "skipped" in line] == skipped
     assert [event for event in made.events if event.startswith("launch")] == [f"launch {n}" for n in range(1, 7)]
 
 
-def test_replays_that_stay_different_end_the_run(training: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nonfinite, "Replay", FakeReplay)
-    monkeypatch.setattr(FakeReplay, "faulty", (4, 5))
-    made = training(True, {4: [math.nan], 5: [math.nan]}, training={"replay_interval": 4, "max_skipped_steps": 2})
+def test_replays_that_stay_different_end_the_run(replays: Build) -> None:
+    made = replays(True, (4, 5), replay_interval=4, max_skipped_steps=2)
     refused("2 steps in a row were computed wrong, the last of them step 5: rank 1 in 5;", made)
 
 
-@pytest.mark.parametrize(("late", "last"), [(False, 2), (True, 3)])
-def test_a_request_ends_the_run_at_its_step_or_one_later(late: bool, last: int, training: Build) -> None:
-    made = training(late)
-    made.asks_after = 2
-    progress, request = made()
-    assert (progress.iteration, request) == (last, 15)
-    assert made.events[-2:] == [f"row {last}", f"save {last}"]
+SYNCHRONOUS = [("cuda", {"training": {"fp16": True}}, False), ("cuda", {"objective": {"notes": True}}, False)]
 
 
-@pytest.mark.parametrize(
-    ("device", "changes", "late"),
-    [
-        ("cpu", {}, False),
-        ("cuda", {}, True),
-        ("cuda", {"training": {"fp16": True}}, False),
-        ("cuda", {"objective": {"notes": True}}, False),
-    ],
-)
+@pytest.mark.parametrize(("device", "changes", "late"), [("cpu", {}, False), ("cuda", {}, True), *SYNCHRONOUS])
 def test_who_reads_late(device: str, changes: dict[str, Any], late: bool) -> None:
     assert nonfinite.reads_late(Setup(Config().replace(**changes), Ranks(0, 1, torch.device(device)))) == late
 
@@ -355,9 +315,8 @@ def test_a_row_never_mixes_two_objectives(change: dict[str, Any]) -> None:
 
 
 def test_the_start_says_that_nothing_is_saved() -> None:
-    config = Config()
-    assert where_we_start(config, None) == "starting afresh; nothing is saved without --save"
-    assert where_we_start(config.replace(checkpoint={"save": "run"}), None) == "starting afresh"
+    assert where_we_start(Config(), None) == "starting afresh; nothing is saved without --save"
+    assert where_we_start(CONFIG, None) == "starting afresh"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -384,15 +343,15 @@ def told(*sums: int) -> list[tuple[str, dict[str, int]]]:
     return [(f"host{rank}", {"norm.weight": own, f"part {rank}": rank}) for rank, own in enumerate(sums)]
 
 
-@pytest.mark.parametrize(
-    ("sums", "named"),
-    [
-        ((4, 5), "rank 0 (host host0) and rank 1 (host host1) hold"),
-        ((4, 4, 5), "rank 2 (host host2) holds"),
-        ((6, 4, 4, 4, 5), "rank 0 (host host0) and rank 4 (host host4) hold"),
-        ((4, 5, 6), "rank 0 (host host0) and rank 1 (host host1) and rank 2 (host host2) hold"),
-    ],
-)
+OTHERS = {
+    (4, 5): "rank 0 (host host0) and rank 1 (host host1) hold",
+    (4, 4, 5): "rank 2 (host host2) holds",
+    (6, 4, 4, 4, 5): "rank 0 (host host0) and rank 4 (host host4) hold",
+    (4, 5, 6): "rank 0 (host host0) and rank 1 (host host1) and rank 2 (host host2) hold",
+}
+
+
+@pytest.mark.parametrize(("sums", "named"), OTHERS.items())
 def test_a_majority_of_ranks_is_right(sums: tuple[int, ...], named: str) -> None:
     words = f"^{re.escape(named)} other bits of norm.weight than the ranks that share it: "
     refusal = refused(words, refuse_other_weights, told(*sums), 7)
@@ -483,15 +442,11 @@ def micro_batch() -> Batch:
 @pytest.mark.parametrize("by_triton", [False, True], ids=["sdpa", "triton"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_step_waits_for_its_numbers_alone(
-    encoding: str, objective: str, by_triton: bool, watched: tuple[Watch, list[int]]
-) -> None:
+def test_a_step_waits_for_its_numbers_alone(encoding: str, objective: str, by_triton: bool, watched) -> None:
     # Every encoding × objective meets both backends, once with notes and once without; neighbours in turn.
     notes = (list(ENCODINGS).index(encoding) + list(OBJECTIVES).index(objective) + by_triton) % 2 == 1
-    backend = "triton" if by_triton else "sdpa"
-    watch, waits = watched
-    # Triton's kernels take heads of at least 16.
-    sizes = {"num_layers": 1, "hidden_size": 48, "attention_dropout": 0.1}
+    (watch, waits), backend = watched, "triton" if by_triton else "sdpa"
+    sizes = {"num_layers": 1, "hidden_size": 48, "attention_dropout": 0.1}  # Triton's kernels take heads of at least 16
     model = tiny_config(position_encoding=encoding, attention_backend=backend, **sizes)
     config = Config(model=model, objective=ObjectiveConfig(objective=objective, notes=notes))
     dictionary = NoteDictionary(WORDS, model.hidden_size, config.objective) if notes else None
@@ -504,26 +459,15 @@ def test_a_step_waits_for_its_numbers_alone(
     assert watch.operations > 100 and watch.blocking_copies == 0
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda x: x.sum().item(),
-        lambda x: bool(x.sum() > 0),
-        lambda x: x.tolist(),
-        lambda x: x.nonzero(),
-        lambda x: x[x > 0],
-        lambda x: x.cpu(),
-    ],
-    ids=["item", "bool", "tolist", "nonzero", "index by a mask", "copy to the host"],
-)
-def test_the_device_refuses_to_be_waited_for(wait: Any) -> None:
-    # torch refuses some waits on its meta device by a NotImplementedError of its own
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta|Meta"):
-        wait(torch.ones(3, device=META))
+WAITS = [lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), Tensor.tolist, Tensor.nonzero]
+WAITS += [lambda x: x[x > 0], Tensor.cpu]
 
 
-def test_the_watch_sees_masks_and_copies_that_wait() -> None:
+def test_the_device_refuses_to_be_waited_for_and_the_watch_sees_masks_and_copies_that_wait() -> None:
     x = torch.ones(3, device=META)
+    for wait in WAITS:  # torch refuses some of them by a NotImplementedError of its own
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta|Meta"):
+            wait(x)
     with Watch(), pytest.raises(AssertionError, match="a mask"):
         x[x > 0] = torch.zeros(1, device=META)  # a number would be filled in without a wait
     with Watch() as watch:
@@ -537,9 +481,7 @@ def test_the_watch_sees_masks_and_copies_that_wait() -> None:
 def test_ranks_compare_the_code_and_the_deepspeed_file(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 1}}')
-    plain, with_file = (
-        contents_of_files(Setup.of(CONFIG.replace(parallel={"deepspeed_config": path}), RANKS))
-        for path in (None, str(file))
-    )
+    configs = (CONFIG.replace(parallel={"deepspeed_config": path}) for path in (None, str(file)))
+    plain, with_file = (contents_of_files(Setup.of(config, RANKS)) for config in configs)
     assert plain == {"the code of megatron_ddrp": package_sum()} and len(package_sum()) == 64
     assert with_file == plain | {"zero_optimization.stage of --deepspeed_config": "1"}
