@@ -13,6 +13,7 @@ The probe of attention and the cosines of tables, in Python numbers: a sentence 
 `[heads, n, n]`; token 0 is [CLS], token n − 1 is [SEP].
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -31,12 +32,8 @@ def token_similarity(hidden: list[Tensor]) -> float:
 def head_similarity(logits: list[list[Tensor]]) -> list[float]:
     """The inner part of f(H), eq. 16, by layer: for each sentence its L logits `[heads, n, n]`."""
     by_layer = []
-    for number in range(len(logits[0])):
-        values = []
-        for layers in logits:
-            scores = layers[number]
-            valid = [True] * scores.shape[-1]
-            values.append(hcd([scores], [list(range(len(scores)))], valid).item())
+    for layer in zip(*logits, strict=True):
+        values = [hcd([scores], [list(range(len(scores)))], [True] * scores.shape[-1]).item() for scores in layer]
         by_layer.append(sum(values) / len(values))
     return by_layer
 
@@ -44,11 +41,11 @@ def head_similarity(logits: list[list[Tensor]]) -> list[float]:
 def softmax(logits: Tensor) -> Tensor:
     """Over the last dimension of `[heads, n, n]`, entry by entry."""
     maps = torch.zeros_like(logits)
-    for head in range(logits.shape[0]):
-        for i in range(logits.shape[1]):
-            total = sum(torch.exp(logits[head, i, j]) for j in range(logits.shape[2]))
-            for j in range(logits.shape[2]):
-                maps[head, i, j] = torch.exp(logits[head, i, j]) / total
+    heads, rows, columns = map(range, logits.shape)
+    for head, i in itertools.product(heads, rows):
+        total = sum(torch.exp(logits[head, i, j]) for j in columns)
+        for j in columns:
+            maps[head, i, j] = torch.exp(logits[head, i, j]) / total
     return maps
 
 
@@ -70,17 +67,12 @@ def groups(maps: Tensor) -> tuple[list[int], list[int]]:
 
 def mean_map(maps: Tensor, heads: list[int]) -> Tensor:
     """amp of a group: `[n, n]`."""
-    total = torch.zeros_like(maps[0])
-    for head in heads:
-        total = total + maps[head]
-    return total / len(heads)
+    return sum(maps[head] for head in heads) / len(heads)
 
 
 def matches(maps: Tensor, threshold: float) -> bool:
     """Lines 3 to 10 of Algorithm 1 for one sentence."""
-    right, left = groups(maps)
-    amp1_up, _ = up_and_down(mean_map(maps, right))
-    _, amp2_down = up_and_down(mean_map(maps, left))
+    (amp1_up, _), (_, amp2_down) = (up_and_down(mean_map(maps, group)) for group in groups(maps))
     return amp1_up >= threshold and amp2_down >= threshold
 
 
@@ -97,13 +89,8 @@ def within(sentences: list[Tensor]) -> float:
 
 def between(sentences: list[Tensor]) -> float:
     """The mean cosine over all pairs of tokens of different sentences."""
-    values = [
-        cosine(x, y).item()
-        for number, first in enumerate(sentences)
-        for second in sentences[number + 1 :]
-        for x in first
-        for y in second
-    ]
+    pairs = itertools.combinations(sentences, 2)
+    values = [cosine(x, y).item() for first, second in pairs for x in first for y in second]
     return sum(values) / len(values)
 
 
@@ -183,19 +170,15 @@ def discriminant(vectors):
     mean = [sum(d[a] for d in vectors) / count for a in range(size)]
     ridge = RIDGE * sum(d[a] ** 2 for d in vectors for a in range(size)) / count
     spread = np.zeros((size, size))
-    for a in range(size):
-        for b in range(size):
-            spread[a, b] = sum((d[a] - mean[a]) * (d[b] - mean[b]) for d in vectors) / count + ridge * (a == b)
+    for a, b in itertools.product(range(size), repeat=2):
+        spread[a, b] = sum((d[a] - mean[a]) * (d[b] - mean[b]) for d in vectors) / count + ridge * (a == b)
     return np.linalg.inv(spread) @ mean
 
 
 def right_answers(vectors, weights):
     """The number of d on the right-hand side; d in the middle counts half."""
-    total = 0.0
-    for d in vectors:
-        value = sum(w * x for w, x in zip(weights, d, strict=True))
-        total += 1.0 if value > 0 else 0.5 if value == 0 else 0.0
-    return total
+    values = [sum(w * x for w, x in zip(weights, d, strict=True)) for d in vectors]
+    return sum(1.0 if value > 0 else 0.5 if value == 0 else 0.0 for value in values)
 
 
 def answers(sentences, layers, windows, k):

@@ -29,18 +29,16 @@ def attend(scores: Tensor, value: Tensor, document_ids: list[int]) -> Tensor:
     """
     heads, seq, head_dim = value.shape
     rows = []
-    for head in range(heads):
-        for i in range(seq):
-            allowed = [j for j in range(seq) if document_ids[j] == document_ids[i] and document_ids[i] != 0]
-            row = torch.zeros(head_dim, dtype=torch.float64)
-            if allowed:
-                # Any constant cancels; this one cannot overflow.
-                largest = max(scores[head, i, j].item() for j in allowed)
-                weights = [torch.exp(scores[head, i, j] - largest) for j in allowed]
-                total = sum(weights, torch.zeros((), dtype=torch.float64))
-                for weight, j in zip(weights, allowed, strict=True):
-                    row = row + weight / total * value[head, j]
-            rows.append(row)
+    for head, i in [(head, i) for head in range(heads) for i in range(seq)]:
+        row = torch.zeros(head_dim, dtype=torch.float64)
+        allowed = [j for j in range(seq) if document_ids[j] == document_ids[i] and document_ids[i] != 0]
+        if allowed:
+            largest = max(scores[head, i, j].item() for j in allowed)  # any constant cancels; this one cannot overflow
+            weights = [torch.exp(scores[head, i, j] - largest) for j in allowed]
+            total = sum(weights)
+            for weight, j in zip(weights, allowed, strict=True):
+                row = row + weight / total * value[head, j]
+        rows.append(row)
     return torch.stack(rows).reshape(heads, seq, head_dim)
 
 
@@ -128,9 +126,8 @@ def bert_layer(
         return linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
 
     def normalise(name: str, x: Tensor) -> Tensor:
-        if f"{name}.weight" not in params:
-            return x
-        return norm(x, params[f"{name}.weight"], params.get(f"{name}.bias"), layernorm_eps)
+        given = f"{name}.weight" in params
+        return norm(x, params[f"{name}.weight"], params.get(f"{name}.bias"), layernorm_eps) if given else x
 
     def attention(asking: Tensor, asked: Tensor) -> Tensor:
         query = split_heads(project("query", asking), num_heads)

@@ -55,33 +55,25 @@ from tests.reference.attention import dot, gelu, layer_norm, linear
 
 IGNORED_LABEL = -100
 """Label of a token that is not predicted."""
+ZERO = torch.zeros((), dtype=torch.float64)
 
 
 def log_sum_exp(row: Tensor) -> Tensor:
     """log(sum_v exp(row[v])), `[V]` to a scalar; entries of -inf (a padded vocabulary) count as nothing."""
     largest = max(logit.item() for logit in row)
-    total = torch.zeros((), dtype=torch.float64)
-    for logit in row:
-        if logit.item() != float("-inf"):
-            total = total + torch.exp(logit - largest)
-    return largest + torch.log(total)
+    return largest + torch.log(sum(torch.exp(logit - largest) for logit in row if logit.item() != float("-inf")))
 
 
 def masked_lm(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of the cross-entropies of the predicted tokens: logits `[N, V]`, labels `[N]` (-100 = not predicted)."""
-    loss = torch.zeros((), dtype=torch.float64)
-    for row, label in zip(logits, labels.tolist(), strict=True):
-        if label != IGNORED_LABEL:
-            loss = loss + log_sum_exp(row) - row[label]
-    return loss
+    pairs = zip(logits, labels.tolist(), strict=True)
+    return sum((log_sum_exp(row) - row[label] for row, label in pairs if label != IGNORED_LABEL), ZERO)
 
 
 def global_mean(sums: list[Tensor], counts: list[int]) -> Tensor:
     """Sum of the per-sequence (or micro-batch, or rank) sums ÷ sum of their counts; 0 where nothing was counted."""
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for part, n in zip(sums, counts, strict=True):
-        total, count = total + part, count + n
-    return total / max(count, 1)
+    assert len(sums) == len(counts)
+    return sum(sums, ZERO) / max(sum(counts), 1)
 
 
 def cosine(left: Tensor, right: Tensor) -> Tensor:
@@ -93,11 +85,8 @@ def mean_pairwise_cosine(vectors: list[Tensor], power: int = 1) -> Tensor:
     """The mean cosine, to a power, over the n(n-1)/2 unordered pairs of n >= 2 vectors; a scalar."""
     n = len(vectors)
     assert n >= 2, f"a pair needs two vectors, got {n}"
-    total = torch.zeros((), dtype=torch.float64)
-    for i in range(n - 1):
-        for j in range(i + 1, n):
-            total = total + cosine(vectors[i], vectors[j]) ** power
-    return 2.0 / (n * (n - 1)) * total
+    pairs = [(i, j) for i in range(n - 1) for j in range(i + 1, n)]
+    return 2.0 / (n * (n - 1)) * sum(cosine(vectors[i], vectors[j]) ** power for i, j in pairs)
 
 
 def tcd(hidden: Tensor, tokens: list[int], power: int = 1) -> Tensor:
@@ -118,10 +107,7 @@ def flatten_head(scores: Tensor, valid: list[bool], window: int | None = None) -
 
 
 def hcd(
-    scores_per_layer: list[Tensor],
-    heads_per_layer: list[list[int]],
-    valid: list[bool],
-    windows: list[int | None] | None = None,
+    scores_per_layer: list[Tensor], heads_per_layer: list[list[int]], valid: list[bool], windows: list | None = None
 ) -> Tensor:
     """Eq. 18 for one sequence, the mean over its layers; a scalar.
 
@@ -129,18 +115,14 @@ def hcd(
     valid: S flags, False for padding. windows: each layer's window, None for a layer without.
     """
     windows = [None] * len(scores_per_layer) if windows is None else windows
-    total = torch.zeros((), dtype=torch.float64)
-    for scores, heads, window in zip(scores_per_layer, heads_per_layer, windows, strict=True):
-        total = total + mean_pairwise_cosine([flatten_head(scores[head], valid, window) for head in heads])
-    return total / len(scores_per_layer)
+    layers = zip(scores_per_layer, heads_per_layer, windows, strict=True)
+    flat = [[flatten_head(scores[head], valid, window) for head in heads] for scores, heads, window in layers]
+    return sum(mean_pairwise_cosine(vectors) for vectors in flat) / len(flat)
 
 
 def mean_over_sequences(losses: list[Tensor]) -> Tensor:
     """The mean of the losses of the sequences that count; 0 where none does."""
-    total = torch.zeros((), dtype=torch.float64)
-    for loss in losses:
-        total = total + loss
-    return total / max(len(losses), 1)
+    return sum(losses, ZERO) / max(len(losses), 1)
 
 
 def tcd_batch(hidden: list[Tensor], tokens: list[list[int]], valid: list[list[bool]]) -> Tensor:
@@ -148,12 +130,9 @@ def tcd_batch(hidden: list[Tensor], tokens: list[list[int]], valid: list[list[bo
 
     One item a sequence: hidden `[S, D]`, its sampled tokens (all of them valid), its S validity flags.
     """
-    losses = []
-    for states, sample, flags in zip(hidden, tokens, valid, strict=True):
-        assert all(flags[token] for token in sample), "a padded token was sampled"
-        if sum(flags) >= 2:
-            losses.append(tcd(states, sample))
-    return mean_over_sequences(losses)
+    sequences = list(zip(hidden, tokens, valid, strict=True))
+    assert all(flags[token] for _, sample, flags in sequences for token in sample), "a padded token was sampled"
+    return mean_over_sequences([tcd(states, sample) for states, sample, flags in sequences if sum(flags) >= 2])
 
 
 def hcd_batch(
@@ -164,11 +143,8 @@ def hcd_batch(
     scores_per_layer: for each sequence its L logits `[heads, S, S]`. heads_per_layer: the step's sample, the same for
     all sequences. valid: S flags a sequence.
     """
-    losses = []
-    for scores, flags in zip(scores_per_layer, valid, strict=True):
-        if sum(flags) >= 2:
-            losses.append(hcd(scores, heads_per_layer, flags))
-    return mean_over_sequences(losses)
+    sequences = zip(scores_per_layer, valid, strict=True)
+    return mean_over_sequences([hcd(scores, heads_per_layer, flags) for scores, flags in sequences if sum(flags) >= 2])
 
 
 def generator_input(
@@ -190,19 +166,15 @@ def replaced_token_detection(
     logits: Tensor, discriminator_ids: list[list[int]], original_ids: list[list[int]], valid: list[list[bool]]
 ) -> tuple[Tensor, int, int, int]:
     """(sum of the losses, tokens judged rightly, replaced tokens, replaced tokens found), logits `[batch, seq]`."""
-    loss = torch.zeros((), dtype=torch.float64)
-    right = replaced = found = 0
-    for row, is_valid in enumerate(valid):
-        for column, counts in enumerate(is_valid):
-            if not counts:
-                continue
-            was_replaced = discriminator_ids[row][column] != original_ids[row][column]
-            probability = 1 / (1 + torch.exp(-logits[row, column]))
-            loss = loss - torch.log(probability if was_replaced else 1 - probability)
-            says_replaced = probability.item() > 0.5
-            right += says_replaced == was_replaced
-            replaced += was_replaced
-            found += was_replaced and says_replaced
+    loss, right, replaced, found = ZERO, 0, 0, 0
+    for row, column in [(i, j) for i, flags in enumerate(valid) for j, counts in enumerate(flags) if counts]:
+        was_replaced = discriminator_ids[row][column] != original_ids[row][column]
+        probability = 1 / (1 + torch.exp(-logits[row, column]))
+        loss = loss - torch.log(probability if was_replaced else 1 - probability)
+        says_replaced = probability.item() > 0.5
+        right += says_replaced == was_replaced
+        replaced += was_replaced
+        found += was_replaced and says_replaced
     return loss, right, replaced, found
 
 
@@ -221,7 +193,7 @@ def contextual_logits(hidden: Tensor, documents: list[int], params: dict[str, Te
     logits = []
     for place, document in enumerate(documents):
         if document == 0:
-            logits.append(torch.zeros((), dtype=torch.float64))
+            logits.append(ZERO)
             continue
         summed = (hidden[documents.index(document)] + hidden[place]).unsqueeze(0)  # [1, D]
         normed = layer_norm(summed, params["norm.weight"], params["norm.bias"], eps)
@@ -232,35 +204,22 @@ def contextual_logits(hidden: Tensor, documents: list[int], params: dict[str, Te
 
 def contrast(hidden: Tensor, tokens: list[int], margin: float) -> Tensor:
     """The mean hinge of one sequence: hidden `[S, d]`, of which `tokens` are its own."""
-    total = torch.zeros((), dtype=torch.float64)
-    for i in tokens:
-        for j in tokens:
-            if i != j:
-                hinge = margin - cosine(hidden[i], hidden[i]) + cosine(hidden[i], hidden[j])
-                if hinge.item() > 0:
-                    total = total + hinge
-    return total / max(1, len(tokens) * (len(tokens) - 1))
+    pairs = [(hidden[i], hidden[j]) for i in tokens for j in tokens if i != j]
+    hinges = [margin - cosine(one, one) + cosine(one, other) for one, other in pairs]
+    return sum((hinge for hinge in hinges if hinge.item() > 0), ZERO) / max(1, len(tokens) * (len(tokens) - 1))
 
 
 def of_vectors(heads: Tensor, tokens: list[int]) -> Tensor:
     """D of values or outputs `[heads, S, d]` over the tokens of a document."""
-    num_heads, total = len(heads), torch.zeros((), dtype=torch.float64)
-    for a in range(num_heads):
-        for b in range(num_heads):
-            for token in tokens:
-                total = total + cosine(heads[a, token], heads[b, token]) / len(tokens)
-    return -total / num_heads**2
+    cosines = [cosine(a[token], b[token]) / len(tokens) for a in heads for b in heads for token in tokens]
+    return -sum(cosines, ZERO) / len(heads) ** 2
 
 
 def of_maps(probabilities: Tensor, tokens: list[int]) -> Tensor:
     """D of attention maps `[heads, S, S]` over the pairs of a document's tokens."""
-    num_heads, total = len(probabilities), torch.zeros((), dtype=torch.float64)
-    for a in range(num_heads):
-        for b in range(num_heads):
-            for i in tokens:
-                for j in tokens:
-                    total = total + probabilities[a, i, j] * probabilities[b, i, j]
-    return -total / num_heads**2
+    pairs = [(i, j) for i in tokens for j in tokens]
+    products = [a[i, j] * b[i, j] for a in probabilities for b in probabilities for i, j in pairs]
+    return -sum(products, ZERO) / len(probabilities) ** 2
 
 
 def probabilities(logits: Tensor, tokens: list[int], window: int | None = None) -> Tensor:
@@ -268,11 +227,11 @@ def probabilities(logits: Tensor, tokens: list[int], window: int | None = None) 
 
     0 outside of the document.
     """
-    rows, zero = [], torch.zeros((), dtype=torch.float64)
+    rows = []
     for head in logits:
         for i in range(len(head)):
             keys = [j for j in tokens if i in tokens and (window is None or abs(i - j) <= window)]
-            weights = [torch.exp(head[i, j]) if j in keys else zero for j in range(len(head))]
+            weights = [torch.exp(head[i, j]) if j in keys else ZERO for j in range(len(head))]
             rows.append(torch.stack(weights) / (sum(weights) if keys else 1))
     return torch.stack(rows).view_as(logits)
 
@@ -282,11 +241,8 @@ def note(hidden: Tensor, first: int, last: int, k: int) -> Tensor:
 
     The window ends with the sequence, whose tokens alone `hidden` holds; the number of states in it divides.
     """
-    total, count = torch.zeros_like(hidden[0]), 0
-    for place in range(first - k, last + k + 1):
-        if 0 <= place < len(hidden):
-            total, count = total + hidden[place], count + 1
-    return total / count
+    states = [hidden[place] for place in range(first - k, last + k + 1) if 0 <= place < len(hidden)]
+    return sum(states) / len(states)
 
 
 def update(dictionary: dict, notes: list[tuple], gamma: float) -> dict:
@@ -297,10 +253,7 @@ def update(dictionary: dict, notes: list[tuple], gamma: float) -> dict:
     updated = dict(dictionary)
     for word in {word for word, _ in notes}:
         own = [vector for name, vector in notes if name == word]
-        total = torch.zeros_like(own[0])
-        for vector in own:
-            total = total + vector
-        mean = total / len(own)
+        mean = sum(own) / len(own)
         updated[word] = (1 - gamma) * dictionary[word] + gamma * mean if word in dictionary else mean
     return updated
 
@@ -313,10 +266,8 @@ def mixed_input(embedded: Tensor, words: list, masked: list[bool], dictionary: d
     """
     rows = []
     for place, vector in enumerate(embedded):
-        reads = words[place] is not None and words[place][0] in dictionary
-        for other, is_masked in enumerate(masked):
-            if reads and is_masked and words[other] == words[place]:
-                reads = False
+        is_hidden = any(is_masked and words[other] == words[place] for other, is_masked in enumerate(masked))
+        reads = words[place] is not None and words[place][0] in dictionary and not is_hidden
         rows.append((1 - mix) * vector + mix * dictionary[words[place][0]] if reads else vector)
     return torch.stack(rows)
 

@@ -82,12 +82,9 @@ from torch import Tensor, nn
 
 from tests.reference.attention import bert_layer, dot, layer_norm, linear, split_heads
 
-HALF, EXACT = 16, 8
-MAX_DISTANCE = 128
-CLS_TO_OTHERS = 16
-OTHERS_TO_CLS = 32
-THETA = 10000.0
-EPS = 1e-12
+HALF, EXACT, MAX_DISTANCE = 16, 8, 128
+CLS_TO_OTHERS, OTHERS_TO_CLS = 16, 32
+THETA, EPS = 10000.0, 1e-12
 Scores = Callable[[Tensor, Tensor], Tensor]
 """The logits `[heads, S, S]` as a function of query and key `[heads, S, d]`."""
 
@@ -101,21 +98,13 @@ def over_pairs(heads: int, positions: list[int], entry: Callable[[int, int, int,
 
 def clip(difference: int, low: int, high: int) -> int:
     """`difference` held within `low .. high`, both ends included."""
-    if difference < low:
-        return low
-    if difference > high:
-        return high
-    return difference
+    return low if difference < low else high if difference > high else difference
 
 
 def absolute_scores(query: Tensor, key: Tensor) -> Tensor:
     """BERT's logits, eq. 2, before any padding mask: query, key `[heads, S, d]` to `[heads, S, S]`."""
-    heads, seq, head_dim = query.shape
-
-    def entry(head: int, a: int, b: int, _i: int, _j: int) -> Tensor:
-        return dot(query[head, a], key[head, b]) / math.sqrt(head_dim)
-
-    return over_pairs(heads, list(range(seq)), entry)
+    heads, seq, d = query.shape
+    return over_pairs(heads, list(range(seq)), lambda h, a, b, i, j: dot(query[h, a], key[h, b]) / math.sqrt(d))
 
 
 def bert_r_scores(query: Tensor, key: Tensor, relative: Tensor, positions: list[int]) -> Tensor:
@@ -140,12 +129,7 @@ def ddrp_row(direction: Tensor, distance: Tensor, i: int, j: int) -> Tensor:
     distance: K^rd `[r_s, d]`.
     """
     relative_distance = distance.shape[0]
-    if i - j < 0:
-        rho = 1
-    elif i - j == 0:
-        rho = 0
-    else:
-        rho = 2
+    rho = 1 if i - j < 0 else 0 if i - j == 0 else 2
     delta = abs(clip(i - j, -(relative_distance - 1), relative_distance - 1))
     return direction[rho] * distance[delta]  # [d]
 
@@ -193,11 +177,7 @@ def t5_scores(query: Tensor, key: Tensor, table: Tensor, positions: list[int], l
 
 def tupe_bucket(i: int, j: int, max_distance: int = MAX_DISTANCE) -> int:
     """Row of TUPE-R's bias table for query position i and key position j."""
-    if i == 0:
-        return CLS_TO_OTHERS
-    if j == 0:
-        return OTHERS_TO_CLS
-    return t5_bucket(j - i, max_distance)
+    return CLS_TO_OTHERS if i == 0 else OTHERS_TO_CLS if j == 0 else t5_bucket(j - i, max_distance)
 
 
 def tupe_position_term(params: dict[str, Tensor], positions: list[int], num_heads: int, eps: float = 1e-12) -> Tensor:
@@ -212,12 +192,8 @@ def tupe_position_term(params: dict[str, Tensor], positions: list[int], num_head
     head_dim = asking.shape[2]
 
     def entry(head: int, _a: int, _b: int, i: int, j: int) -> Tensor:
-        if i == 0:
-            left = right = 0  # theta_1
-        elif j == 0:
-            left = right = 1  # theta_2
-        else:
-            left, right = i + 1, j + 1
+        # theta_1, theta_2 and all others
+        left, right = (0, 0) if i == 0 else (1, 1) if j == 0 else (i + 1, j + 1)
         return dot(asking[head, left], asked[head, right]) / math.sqrt(2 * head_dim)
 
     return over_pairs(num_heads, positions, entry)
@@ -278,12 +254,9 @@ def enhanced_mask_decoder(
     hidden: H[L-1] `[S, D]`, the last layer's input. absolute: `[max length, D]`. params, scores_fn: the last layer's,
     as for `bert_layer`. Every place is decoded here; a place's answer depends on no other place's question.
     """
+    layer = hidden, params, scores_fn, document_ids, num_heads, layernorm_eps, layernorm_position
     asking = torch.stack([row + absolute[place] for row, place in zip(hidden, positions, strict=True)])  # [S, D]
-    for _ in range(2):
-        asking = bert_layer(
-            hidden, params, scores_fn, document_ids, num_heads, layernorm_eps, layernorm_position, queries=asking
-        )
-    return asking[chosen]
+    return bert_layer(*layer, queries=bert_layer(*layer, queries=asking))[chosen]
 
 
 def deberta_v2_buckets(number: int, longest: int) -> list[int]:
@@ -325,9 +298,7 @@ def deberta_v2_scores(
 
 def turned(vector: Tensor, place: int, theta: float = THETA) -> Tensor:
     """A query or key `[d]` turned to its place, pairs being t and t + d/2."""
-    size = len(vector)
-    half = size // 2
-    numbers = list(vector)
+    size, half, numbers = len(vector), len(vector) // 2, list(vector)
     for t in range(half):
         angle = place / theta ** (2 * t / size)
         a, b = vector[t], vector[t + half]
@@ -365,20 +336,19 @@ def alibi_scores(query: Tensor, key: Tensor, left: list, right: list, positions:
     return over_pairs(heads, positions, entry)
 
 
-def absolute(_encoding: nn.Module, _layer_part: nn.Module, _positions: list[int]) -> Scores:
-    return absolute_scores
-
-
-def bert_r(encoding: nn.Module, _layer_part: nn.Module, positions: list[int]) -> Scores:
-    return lambda query, key: bert_r_scores(query, key, encoding.relative, positions)
-
-
-def ddrp(encoding: nn.Module, _layer_part: nn.Module, positions: list[int]) -> Scores:
-    return lambda query, key: ddrp_scores(query, key, encoding.direction, encoding.distance, positions)
+def of_weights(scores: Callable[..., Tensor], *names: str) -> Callable[..., Scores]:
+    """The twin whose logits depend on so many weights of the encoding and on the positions alone."""
+    return lambda encoding, _layer_part, positions: (
+        lambda query, key: scores(query, key, *(getattr(encoding, name) for name in names), positions)
+    )
 
 
 def t5(encoding: nn.Module, _layer_part: nn.Module, positions: list[int]) -> Scores:
     return lambda query, key: t5_scores(query, key, encoding.relative, positions, encoding.largest_distance)
+
+
+def alibi(_encoding: nn.Module, _layer_part: nn.Module, positions: list[int]) -> Scores:
+    return lambda query, key: alibi_scores(query, key, *[alibi_slopes(len(query))] * 2, positions)
 
 
 def tupe(encoding: nn.Module, _layer_part: nn.Module, positions: list[int]) -> Scores:
@@ -414,24 +384,20 @@ def rope(_encoding: nn.Module, layer_part: nn.Module, positions: list[int]) -> S
     return lambda query, key: rope_scores(query, key, positions, theta)
 
 
-def alibi(_encoding: nn.Module, _layer_part: nn.Module, positions: list[int]) -> Scores:
-    return lambda query, key: alibi_scores(query, key, *[alibi_slopes(len(query))] * 2, positions)
-
-
 def alibi_asym(encoding: nn.Module, _layer_part: nn.Module, positions: list[int]) -> Scores:
     left, right = ([(1 + a.exp()).log() for a in slopes] for slopes in (encoding.left, encoding.right))
     return lambda query, key: alibi_scores(query, key, left, right, positions)
 
 
 TWINS: dict[str, Callable[..., Scores]] = {
-    "absolute": absolute,
+    "absolute": lambda *_: absolute_scores,
     "alibi": alibi,
     "alibi-asym": alibi_asym,
-    "bert-r": bert_r,
-    "ddrp": ddrp,
+    "bert-r": of_weights(bert_r_scores, "relative"),
+    "ddrp": of_weights(ddrp_scores, "direction", "distance"),
     "deberta": deberta,
     "deberta-v2": deberta_v2,
-    "nope": absolute,
+    "nope": lambda *_: absolute_scores,
     "rope": rope,
     "t5": t5,
     "tupe-a": tupe,

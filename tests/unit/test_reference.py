@@ -22,82 +22,87 @@ def close(got: Tensor, expected: Tensor | float) -> None:
     torch.testing.assert_close(got, torch.as_tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
+def pair(*shape: int) -> tuple[Tensor, Tensor]:
+    """Return queries and keys."""
+    return seeded(*shape), seeded(*shape, seed=1)
+
+
 DIRECTION = mat([1, 10], [2, 20], [3, 30])  # same place, key to the right, key to the left
 DISTANCE_2 = mat([5, 7], [11, 13])  # r_s = 2: distance 0, distance 1 and beyond
+QUERY, KEY = mat([1, 0], [0, 2])[None], mat([4, 6], [8, 9])[None]
 
 
 class TestPositions:
-    @pytest.mark.parametrize(
-        ("i", "j", "expected"),
-        [
+    def test_ddrp_row_is_clipped_to_r_s_distances_and_keeps_the_direction_beyond_them(self) -> None:
+        assert [positions.clip(x, -1, 1) for x in (-3, -2, -1, 0, 1, 2, 3)] == [-1, -1, -1, 0, 1, 1, 1]
+        for i, j, expected in (
             (4, 4, (1 * 5, 10 * 7)),
             (4, 5, (2 * 11, 20 * 13)),
             (5, 4, (3 * 11, 30 * 13)),
             (0, 9, (2 * 11, 20 * 13)),  # clipped to distance r_s - 1 = 1
             (9, 0, (3 * 11, 30 * 13)),
-        ],
-    )
-    def test_ddrp_row_of_two_distances(self, i: int, j: int, expected: tuple[float, float]) -> None:
-        close(positions.ddrp_row(DIRECTION, DISTANCE_2, i, j), vec(*expected))
-
-    def test_clip_keeps_r_s_distances_and_the_direction_beyond_them(self) -> None:
-        distance = mat([1], [10], [100])  # r_s = 3: distances 0, 1, 2 and no row for 3
-        direction = mat([1], [2], [3])
+        ):
+            close(positions.ddrp_row(DIRECTION, DISTANCE_2, i, j), vec(*expected))
+        direction, distance = mat([1], [2], [3]), mat([1], [10], [100])  # r_s = 3: distances 0, 1, 2 and no row for 3
         rows = [positions.ddrp_row(direction, distance, 4, j).item() for j in range(9)]
         assert rows == [300, 300, 300, 30, 1, 20, 200, 200, 200]
 
-    def test_clip_includes_both_bounds(self) -> None:
-        assert [positions.clip(x, -1, 1) for x in (-3, -2, -1, 0, 1, 2, 3)] == [-1, -1, -1, 0, 1, 1, 1]
-
-    def test_ddrp_scores_by_hand(self) -> None:
-        query, key = mat([1, 0], [0, 2])[None], mat([4, 6], [8, 9])[None]
+    def test_scores_by_hand(self) -> None:
         expected = mat([4 + 5, 8 + 22], [2 * (6 + 390), 2 * (9 + 70)]) / math.sqrt(2)
-        close(positions.ddrp_scores(query, key, DIRECTION, DISTANCE_2, [0, 1]), expected[None])
+        close(positions.ddrp_scores(QUERY, KEY, DIRECTION, DISTANCE_2, [0, 1]), expected[None])
+        close(positions.absolute_scores(QUERY, KEY), (mat([4, 8], [12, 18]) / math.sqrt(2))[None])
+        relative = mat([0, 0], [5, 7], [11, 13], [17, 19])  # i - j = -1 is row 1, 0 row 2, 1 row 3
+        expected = mat([4 + 11, 8 + 5], [2 * (6 + 19), 2 * (9 + 13)]) / math.sqrt(2)
+        close(positions.bert_r_scores(QUERY, KEY, relative, [0, 1]), expected[None])
 
-    def test_ddrp_scores_follow_position_numbers_not_indices(self) -> None:
-        query, key = seeded(2, 4, 2), seeded(2, 4, 2, seed=1)
-        packed = positions.ddrp_scores(query, key, DIRECTION, mat([5, 7], [11, 13], [17, 19]), [0, 1, 0, 1])
-        alone = positions.ddrp_scores(query[:, 2:], key[:, 2:], DIRECTION, mat([5, 7], [11, 13], [17, 19]), [0, 1])
-        close(packed[:, 2:, 2:], alone)
-        swapped = positions.ddrp_scores(query, key, DIRECTION, mat([5, 7], [11, 13], [17, 19]), [1, 0, 1, 0])
-        assert not torch.allclose(packed, swapped)
+    def test_position_numbers_and_not_indices_count(self) -> None:
+        (query, key), relative = pair(2, 4, 2), seeded(4, 2, seed=2)
+        tables = DIRECTION, mat([5, 7], [11, 13], [17, 19])
+        for scores, given in ((positions.ddrp_scores, tables), (positions.bert_r_scores, (relative,))):
+            packed = scores(query, key, *given, [0, 1, 0, 1])
+            close(packed[:, 2:, 2:], scores(query[:, 2:], key[:, 2:], *given, [0, 1]))
+            assert not torch.allclose(packed, scores(query, key, *given, [1, 0, 1, 0]))
 
-    def test_absolute_scores_by_hand_and_equal_ddrp_without_its_table(self) -> None:
-        query, key = mat([1, 0], [0, 2])[None], mat([4, 6], [8, 9])[None]
-        close(positions.absolute_scores(query, key), (mat([4, 8], [12, 18]) / math.sqrt(2))[None])
-        query, key = seeded(3, 5, 4), seeded(3, 5, 4, seed=1)
+    def test_absolute_scores_equal_ddrp_without_its_table(self) -> None:
+        query, key = pair(3, 5, 4)
         without = positions.ddrp_scores(query, key, torch.zeros(3, 4).double(), seeded(2, 4), list(range(5)))
         close(positions.absolute_scores(query, key), without)
         close(positions.absolute_scores(query, key), query @ key.mT / 2.0)
 
     def test_ddrp_gradients_exist_and_match_finite_differences(self) -> None:
-        inputs = (seeded(1, 3, 2), seeded(1, 3, 2, seed=1), seeded(3, 2, seed=2), seeded(2, 2, seed=3))
+        inputs = (*pair(1, 3, 2), seeded(3, 2, seed=2), seeded(2, 2, seed=3))
         assert torch.autograd.gradcheck(lambda q, k, d, r: positions.ddrp_scores(q, k, d, r, [0, 1, 2]), inputs)
+
+    def test_bert_r_has_two_rows_a_distance_and_the_zeroth_right_of_the_clip(self) -> None:
+        """r_s = 2: row 0 for i - j <= -2, 1 for -1, 2 for 0, 3 for 1 and beyond: the paper's 2·r_s rows."""
+        query, key = torch.ones(1, 9, 1).double(), torch.zeros(1, 9, 1).double()
+        scores = positions.bert_r_scores(query, key, mat([1], [10], [100], [1000]), list(range(9)))[0]
+        assert scores[4].tolist() == [1000, 1000, 1000, 1000, 100, 10, 1, 1, 1]
+
+    def test_a_product_table_makes_bert_r_ddrp(self) -> None:
+        """DDRP's rows written out one by one, left clip unused, are a table of BERT-R."""
+        (query, key), direction, distance = pair(2, 5, 4), seeded(3, 4, seed=2), seeded(3, 4)
+        rows = [distance[2] * direction[1], distance[2] * direction[1], distance[1] * direction[1]]
+        rows += [distance[0] * direction[0], distance[1] * direction[2], distance[2] * direction[2]]
+        expected = positions.ddrp_scores(query, key, direction, distance, list(range(5)))
+        close(positions.bert_r_scores(query, key, torch.stack(rows), list(range(5))), expected)
 
 
 class TestAttention:
-    def test_weights_are_softmax_of_the_logits(self) -> None:
+    def test_weights_are_softmax_within_a_document_and_padding_is_zero(self) -> None:
         scores, value = mat([0, math.log(3)], [1000, 1000])[None], mat([4, 0], [0, 8])[None]
         close(attention.attend(scores, value, [1, 1]), mat([1, 6], [2, 4])[None])
-
-    def test_documents_are_kept_apart_and_padding_is_zero(self) -> None:
         value = mat([1], [3], [10], [20], [99])[None]
         context = attention.attend(torch.zeros(1, 5, 5, dtype=torch.float64), value, [1, 1, 2, 2, 0])
         close(context, mat([2], [2], [15], [15], [0])[None])
 
-    def test_layer_norm_by_hand(self) -> None:
+    def test_layer_norm_exact_gelu_and_heads_of_columns_by_hand(self) -> None:
         normed = attention.layer_norm(mat([1, 3], [5, 5]), vec(2, 4), vec(10, 20), eps=3.0)
         close(normed, mat([10 - 2 * 0.5, 20 + 4 * 0.5], [10, 20]))  # variance 1, root of 1 + 3 = 2; variance 0
-
-    def test_gelu_is_exact(self) -> None:
         phi_one = 0.8413447460685429  # the normal distribution below 1
         close(attention.gelu(vec(0, 1, -1)), vec(0, phi_one, -(1 - phi_one)))
-
-    def test_heads_are_blocks_of_columns(self) -> None:
-        close(
-            attention.split_heads(mat([1, 2, 3, 4], [5, 6, 7, 8]), 2),
-            torch.stack([mat([1, 2], [5, 6]), mat([3, 4], [7, 8])]),
-        )
+        heads = attention.split_heads(mat([1, 2, 3, 4], [5, 6, 7, 8]), 2)
+        close(heads, torch.stack([mat([1, 2], [5, 6]), mat([3, 4], [7, 8])]))
 
     @pytest.mark.parametrize("norm_first", [False, True])
     def test_bert_layer_is_the_one_of_torch(self, norm_first: bool) -> None:
@@ -112,45 +117,36 @@ class TestAttention:
         for x in ("weight", "bias"):
             state[f"self_attn.in_proj_{x}"] = torch.cat([params[f"{name}.{x}"] for name in ("query", "key", "value")])
         layer.load_state_dict(state)
-        padding = torch.tensor([[False] * 4 + [True]])
-        expected = layer(hidden[None], src_key_padding_mask=padding)[0]
+        expected = layer(hidden[None], src_key_padding_mask=torch.tensor([[False] * 4 + [True]]))[0]
         position = "pre" if norm_first else "post"
         got = attention.bert_layer(hidden, params, positions.absolute_scores, [1, 1, 1, 1, 0], 2, 1e-5, position)
         close(got[:4], expected[:4])
         probe = seeded(4, 4, seed=70).detach()
-        ours, theirs = (
-            torch.autograd.grad((x[:4] * probe).sum(), hidden, retain_graph=True)[0] for x in (got, expected)
-        )
-        close(ours, theirs)
-        for tensor, name in zip(
-            torch.autograd.grad((got[:4] * probe).sum(), list(params.values())), params, strict=True
-        ):
-            assert name == "key.bias" or tensor.abs().max() > 1e-9, name  # a key's bias cancels in the softmax
+        ours, theirs = ((x[:4] * probe).sum() for x in (got, expected))
+        of_hidden, *gradients = torch.autograd.grad(ours, [hidden, *params.values()])
+        close(of_hidden, torch.autograd.grad(theirs, hidden)[0])
+        for name, gradient in zip(params, gradients, strict=True):
+            assert name == "key.bias" or gradient.abs().max() > 1e-9, name  # a key's bias cancels in the softmax
 
     def test_unknown_layernorm_position_is_refused(self) -> None:
         with pytest.raises(ValueError, match="expected 'post' or 'pre'"):
             attention.bert_layer(seeded(1, 4), {}, positions.absolute_scores, [1], 2, layernorm_position="sandwich")
 
 
+HEAD, ORTHOGONAL = mat([1, 2], [3, 4]), mat([4, 3], [-2, -1])
+
+
 class TestMth:
-    @pytest.mark.parametrize(
-        ("hidden", "sampled", "expected"),
-        [
-            (mat([3, 4], [4, 3]), [0, 1], 24 / 25),
-            (mat([1, 0], [-2, 0]), [0, 1], -1.0),
-            (mat([1, 0], [99, 7], [2, 0], [0, 5]), [0, 2, 3], 1 / 3),  # cosines 1, 0, 0; token 1 is not sampled
-            (mat([1, 0], [99, 7], [2, 0], [0, 5]), [3, 0, 2], 1 / 3),
-        ],
-    )
-    def test_tcd_is_the_mean_over_pairs_of_the_sampled_tokens(
-        self, hidden: Tensor, sampled: list[int], expected: float
-    ) -> None:
-        close(objectives.tcd(hidden, sampled), expected)
+    def test_tcd_is_the_mean_over_pairs_of_the_sampled_tokens(self) -> None:
+        four = mat([1, 0], [99, 7], [2, 0], [0, 5])  # cosines 1, 0, 0; token 1 is not sampled
+        close(objectives.tcd(mat([3, 4], [4, 3]), [0, 1]), 24 / 25)
+        close(objectives.tcd(mat([1, 0], [-2, 0]), [0, 1]), -1.0)
+        for sampled in ([0, 2, 3], [3, 0, 2]):
+            close(objectives.tcd(four, sampled), 1 / 3)
 
     def test_hcd_of_identical_heads_is_one_and_of_orthogonal_heads_zero(self) -> None:
-        head, orthogonal = mat([1, 2], [3, 4]), mat([4, 3], [-2, -1])
-        close(objectives.hcd([torch.stack([head, 5 * head])], [[0, 1]], [True, True]), 1.0)
-        close(objectives.hcd([torch.stack([head, orthogonal])], [[0, 1]], [True, True]), 0.0)
+        for other, expected in ((5 * HEAD, 1.0), (ORTHOGONAL, 0.0)):
+            close(objectives.hcd([torch.stack([HEAD, other])], [[0, 1]], [True, True]), expected)
 
     def test_hcd_takes_the_sampled_heads_of_each_layer_and_the_mean_over_layers(self) -> None:
         a, b = mat([1, 0], [0, 0]), mat([0, 0], [0, 1])
@@ -169,24 +165,17 @@ class TestMth:
         valid = [[True, True], [True, False], [True, True]]
         hidden = [mat([1, 0], [1, 0]), mat([1, 0], [1, 0]), mat([3, 4], [4, 3])]
         close(objectives.tcd_batch(hidden, [[0, 1], [0], [0, 1]], valid), (1 + 24 / 25) / 2)
-        head, orthogonal = mat([1, 2], [3, 4]), mat([4, 3], [-2, -1])
-        scores = [[torch.stack([head, head])], [torch.stack([head, head])], [torch.stack([head, orthogonal])]]
+        scores = [[torch.stack([HEAD, other])] for other in (HEAD, HEAD, ORTHOGONAL)]
         close(objectives.hcd_batch(scores, [[0, 1]], valid), (1 + 0) / 2)
-
-    def test_a_batch_without_countable_sequences_is_zero(self) -> None:
         close(objectives.tcd_batch([seeded(2, 3)], [[0]], [[True, False]]), 0.0)
         close(objectives.hcd_batch([[seeded(2, 2, 2)]], [[0, 1]], [[True, False]]), 0.0)
-
-    def test_a_sampled_padding_token_is_caught(self) -> None:
         with pytest.raises(AssertionError, match="padded token"):
             objectives.tcd_batch([seeded(3, 2)], [[0, 2]], [[True, True, False]])
 
     def test_gradients_match_finite_differences(self) -> None:
         assert torch.autograd.gradcheck(lambda x: objectives.tcd(x, [0, 2, 3]), (seeded(4, 3),))
-        valid = [True, False, True]
-        assert torch.autograd.gradcheck(
-            lambda x, y: objectives.hcd([x, y], [[0, 1], [2, 0]], valid), (seeded(3, 3, 3), seeded(3, 3, 3, seed=1))
-        )
+        heads, valid = [[0, 1], [2, 0]], [True, False, True]
+        assert torch.autograd.gradcheck(lambda x, y: objectives.hcd([x, y], heads, valid), pair(3, 3, 3))
 
 
 class TestLosses:
@@ -205,40 +194,12 @@ class TestLosses:
         logits = seeded(3, 4)
         (gradient,) = torch.autograd.grad(objectives.masked_lm(logits, torch.tensor([2, -100, 0])), logits)
         expected = logits.softmax(-1) - mat([0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0])
-        expected = torch.where(torch.tensor([[True], [False], [True]]), expected, 0.0)
-        close(gradient, expected.detach())
+        close(gradient, (expected * mat([1], [0], [1])).detach())
 
     def test_global_mean_is_not_a_mean_of_means(self) -> None:
         close(objectives.global_mean([vec(6)[0], vec(2)[0], vec(0)[0]], [3, 1, 0]), 2.0)
         close(objectives.global_mean([vec(3)[0], vec(5)[0]], [3, 1]), 2.0)  # the mean of means would be 3
         close(objectives.global_mean([vec(0)[0]], [0]), 0.0)
-
-
-class TestBertR:
-    def test_two_rows_a_distance_and_the_zeroth_right_of_the_clip(self) -> None:
-        """r_s = 2: row 0 for i - j <= -2, 1 for -1, 2 for 0, 3 for 1 and beyond: the paper's 2·r_s rows."""
-        query, key = torch.ones(1, 9, 1).double(), torch.zeros(1, 9, 1).double()
-        scores = positions.bert_r_scores(query, key, mat([1], [10], [100], [1000]), list(range(9)))[0]
-        assert scores[4].tolist() == [1000, 1000, 1000, 1000, 100, 10, 1, 1, 1]
-
-    def test_scores_by_hand(self) -> None:
-        query, key = mat([1, 0], [0, 2])[None], mat([4, 6], [8, 9])[None]
-        relative = mat([0, 0], [5, 7], [11, 13], [17, 19])  # i - j = -1 is row 1, 0 row 2, 1 row 3
-        expected = mat([4 + 11, 8 + 5], [2 * (6 + 19), 2 * (9 + 13)]) / math.sqrt(2)
-        close(positions.bert_r_scores(query, key, relative, [0, 1]), expected[None])
-
-    def test_position_numbers_and_not_indices_count(self) -> None:
-        query, key, relative = seeded(2, 4, 2), seeded(2, 4, 2, seed=1), seeded(4, 2, seed=2)
-        packed = positions.bert_r_scores(query, key, relative, [0, 1, 0, 1])
-        close(packed[:, 2:, 2:], positions.bert_r_scores(query[:, 2:], key[:, 2:], relative, [0, 1]))
-
-    def test_a_product_table_makes_it_ddrp(self) -> None:
-        """DDRP's rows written out one by one, left clip unused, are a table of BERT-R."""
-        query, key, direction, distance = seeded(2, 5, 4), seeded(2, 5, 4, seed=1), seeded(3, 4, seed=2), seeded(3, 4)
-        rows = [distance[2] * direction[1], distance[2] * direction[1], distance[1] * direction[1]]
-        rows += [distance[0] * direction[0], distance[1] * direction[2], distance[2] * direction[2]]
-        expected = positions.ddrp_scores(query, key, direction, distance, list(range(5)))
-        close(positions.bert_r_scores(query, key, torch.stack(rows), list(range(5))), expected)
 
 
 def bucket_by_counting(offset: int) -> int:
@@ -275,10 +236,8 @@ class TestTupe:
         params |= {"key.weight": mat([1, 0], [0, 1]), "key.bias": mat([10, 0])[0]}
         # asking rows: (3,-5), (-3,5), (3,-5), (-3,5); asked rows: (11,-1), (9,1), (11,-1), (9,1)
         theta1, theta2 = 33 + 5, -27 + 5
-        expected = mat(
-            [theta1, theta1, theta1], [theta2, 33 + 5, 27 - 5], [theta2, -33 - 5, -27 + 5]
-        ) / math.sqrt(2 * 2)  # fmt: skip
-        close(positions.tupe_position_term(params, [0, 1, 2], 1, eps=0.0), expected[None])
+        expected = mat([theta1, theta1, theta1], [theta2, 33 + 5, 27 - 5], [theta2, -33 - 5, -27 + 5])
+        close(positions.tupe_position_term(params, [0, 1, 2], 1, eps=0.0), expected[None] / math.sqrt(2 * 2))
 
     @staticmethod
     def params(rows: int = 8, width: int = 4) -> dict[str, Tensor]:
@@ -287,25 +246,18 @@ class TestTupe:
         shapes |= {"key.weight": (width, width), "key.bias": (width,), "buckets": (33, 2)}
         return {name: seeded(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
 
-    def test_both_terms_have_the_scale_of_two(self) -> None:
-        query, key, params = seeded(2, 4, 2), seeded(2, 4, 2, seed=1), self.params()
-        del params["buckets"]
-        content = positions.tupe_scores(query, key, params, [0, 1, 2, 3]) - positions.tupe_position_term(
-            params, [0, 1, 2, 3], 2
-        )
-        close(content, query @ key.mT / 2.0)  # sqrt(2 · 2)
-
-    def test_the_bias_is_added_unscaled(self) -> None:
-        query, key, params = seeded(2, 3, 2), seeded(2, 3, 2, seed=1), self.params()
-        with_bias = positions.tupe_scores(query, key, params, [0, 1, 2])
+    def test_both_terms_have_the_scale_of_two_and_the_bias_is_added_unscaled(self) -> None:
+        (query, key), params, places = pair(2, 3, 2), self.params(), [0, 1, 2]
+        with_bias = positions.tupe_scores(query, key, params, places)
         buckets = params.pop("buckets")
-        added = with_bias - positions.tupe_scores(query, key, params, [0, 1, 2])
-        for head in range(2):
-            b = buckets[:, head]
-            close(added[head], torch.stack([b[16], b[16], b[16], b[32], b[0], b[17], b[32], b[1], b[0]]).view(3, 3))
+        without = positions.tupe_scores(query, key, params, places)
+        content = without - positions.tupe_position_term(params, places, 2)
+        close(content, query @ key.mT / 2.0)  # sqrt(2 · 2)
+        rows = [16, 16, 16, 32, 0, 17, 32, 1, 0]
+        close(with_bias - without, buckets[rows].T.reshape(2, 3, 3))
 
     def test_every_document_of_a_packed_row_has_its_own_cls(self) -> None:
-        query, key, params = seeded(2, 5, 2), seeded(2, 5, 2, seed=1), self.params()
+        (query, key), params = pair(2, 5, 2), self.params()
         packed = positions.tupe_scores(query, key, params, [0, 1, 2, 0, 1])
         close(packed[:, :3, :3], positions.tupe_scores(query[:, :3], key[:, :3], params, [0, 1, 2]))
         close(packed[:, 3:, 3:], positions.tupe_scores(query[:, 3:], key[:, 3:], params, [0, 1]))
@@ -318,12 +270,8 @@ class TestTupe:
 
 
 class TestDeberta:
-    PARAMS = {
-        "table": mat([1], [10], [100], [1000]),
-        "key.weight": mat([2]),
-        "query.weight": mat([3]),
-        "query.bias": mat([7])[0],
-    }
+    PARAMS = {"table": mat([1], [10], [100], [1000]), "key.weight": mat([2])}
+    PARAMS |= {"query.weight": mat([3]), "query.bias": mat([7])[0]}
 
     def test_both_terms_read_the_row_of_i_minus_j(self) -> None:
         """k = 2: rows 0..3 for i - j = -2 and below, -1, 0, 1 and above."""
@@ -335,34 +283,28 @@ class TestDeberta:
         close(p2c[:3], (3 * rows + 7) / math.sqrt(3))
 
     def test_scores_by_hand(self) -> None:
-        query, key = mat([2], [5])[None], mat([11], [13])[None]
-        q_rows = {-1: 20, 0: 200, 1: 2000}
-        k_rows = {-1: 37, 0: 307, 1: 3007}
-        expected: list[list[float]] = [
-            [2 * 11 + 2 * q_rows[0] + 11 * k_rows[0], 2 * 13 + 2 * q_rows[-1] + 13 * k_rows[-1]],
-            [5 * 11 + 5 * q_rows[1] + 11 * k_rows[1], 5 * 13 + 5 * q_rows[0] + 13 * k_rows[0]],
-        ]
-        close(positions.deberta_scores(query, key, self.PARAMS, [0, 1]), mat(*expected)[None] / math.sqrt(3))
+        q_rows, k_rows = {-1: 20, 0: 200, 1: 2000}, {-1: 37, 0: 307, 1: 3007}
+        first = [2 * 11 + 2 * q_rows[0] + 11 * k_rows[0], 2 * 13 + 2 * q_rows[-1] + 13 * k_rows[-1]]
+        second = [5 * 11 + 5 * q_rows[1] + 11 * k_rows[1], 5 * 13 + 5 * q_rows[0] + 13 * k_rows[0]]
+        scores = positions.deberta_scores(mat([2], [5])[None], mat([11], [13])[None], self.PARAMS, [0, 1])
+        close(scores, mat(first, second)[None] / math.sqrt(3))
 
     @pytest.mark.parametrize("span", [2, 3, 5, 8])
     def test_scores_are_those_of_transformers(self, span: int) -> None:
         """The span below, at and above the sequence: their position terms, added to the content term."""
         modeling = pytest.importorskip("transformers.models.deberta.modeling_deberta")
-        configuration = pytest.importorskip("transformers").DebertaConfig(
-            hidden_size=12, num_attention_heads=3, relative_attention=True, max_relative_positions=span,
-            pos_att_type=["c2p", "p2c"], hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
+        sizes = {"hidden_size": 12, "num_attention_heads": 3, "max_relative_positions": span}
+        kinds = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+        kinds |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        configuration = pytest.importorskip("transformers").DebertaConfig(**sizes, **kinds)
         torch.manual_seed(0)
         theirs = modeling.DisentangledSelfAttention(configuration).double().eval()
         params = {"table": seeded(2 * span, 12), "key.weight": theirs.pos_proj.weight}
         params |= {"query.weight": theirs.pos_q_proj.weight, "query.bias": theirs.pos_q_proj.bias}
-        query, key = seeded(3, 6, 4), seeded(3, 6, 4, seed=1)
-        place = torch.arange(6)
-        scale = math.sqrt(3 * 4)
-        expected = (
-            theirs.disentangled_att_bias(query[None] / scale, key[None], place[:, None] - place, params["table"], 3)[0]
-            + query @ key.mT / scale
-        )
+        (query, key), place, scale = pair(3, 6, 4), torch.arange(6), math.sqrt(3 * 4)
+        offsets = place[:, None] - place
+        bias = theirs.disentangled_att_bias(query[None] / scale, key[None], offsets, params["table"], 3)[0]
+        expected = bias + query @ key.mT / scale
         got = positions.deberta_scores(query, key, params, list(range(6)))
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)  # its square roots are float32
 
@@ -376,9 +318,8 @@ class TestDeberta:
         """In torch's words, one head, two documents and a padded place: post norm, no shortcut taken."""
         params, hidden, absolute = layer_params(), seeded(6, 4), seeded(3, 4, seed=1)
         documents, places = [1, 1, 1, 2, 2, 0], [0, 1, 2, 0, 1, 0]
-        got = positions.enhanced_mask_decoder(
-            hidden, absolute, params, positions.absolute_scores, documents, places, [1, 4], 1, 1e-5
-        )
+        layer = hidden, absolute, params, positions.absolute_scores
+        got = positions.enhanced_mask_decoder(*layer, documents, places, [1, 4], 1, 1e-5)
         same = torch.tensor(documents)[:, None] == torch.tensor(documents)
 
         def linear(name: str, x: Tensor) -> Tensor:
