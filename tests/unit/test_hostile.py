@@ -5,21 +5,16 @@ exist, and the error is about the option. A command line that is whole but for o
 names the path, and nothing is written beside its output.
 """
 
-import contextlib
 import importlib
-import io
 import itertools
 import json
 import math
-import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 
@@ -31,7 +26,7 @@ from megatron_ddrp.config import flag
 from megatron_ddrp.config.reading import Option, Place, options_of, read_value
 from megatron_ddrp.data.atomic import object_sum
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, run_command
+from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
 from megatron_ddrp.lab.analysis import probe
 from megatron_ddrp.lab.compare import plan
 from megatron_ddrp.tasks.finetune import command as finetune
@@ -82,8 +77,9 @@ class Parsed(NamedTuple):
 def commands() -> Iterator[Parsed]:
     for name, command in COMMANDS.items():
         module = importlib.import_module(command.module)
-        for sub, found in getattr(module, "SUBCOMMANDS", {}).items():
-            read = partial(_of_subcommand, module.SUBCOMMANDS, sub)
+        subcommands = getattr(module, "SUBCOMMANDS", {})
+        for sub, found in subcommands.items():
+            read = partial(_of_subcommand, subcommands, sub)
             yield Parsed(f"{name} {sub}", options_of(*found.sections), read)
         if sections := getattr(module, "SECTIONS", ()):
             read = SHAPES.get(name) or getattr(module, "parse_arguments", None) or partial(_of_sections, sections)
@@ -109,67 +105,39 @@ def is_within(text: str, kind: type, within: str) -> bool:
     return math.isfinite(value) and above and (value < high or (within[-1] == "]" and value == high))
 
 
-def ending(command: Parsed, words: list[str]) -> UserError | None:
-    """Return the refusal of a command line, or None; fail for any other error."""
-    try:
-        command.read(words)
-    except UserError as error:
-        assert "\n" not in str(error) and error.exit_code == WRONG_ARGUMENTS, (words, error)
-        return error
-    return None
-
-
 @pytest.mark.parametrize("command", commands(), ids=lambda command: command.name)
-def test_every_impossible_number_is_refused_by_its_option(command: Parsed, tmp_path: Path, monkeypatch) -> None:
+def test_impossible_numbers_and_no_text_are_refused_by_their_option(command: Parsed, tmp_path: Path, monkeypatch):
+    """No text, also of a path, ends in a traceback."""
     monkeypatch.chdir(tmp_path)
     wrong = []
     for name, option in command.options.items():
         kind, within = _plain_type(option.hint), option.rules.get("within")
-        if kind not in (int, float) or within is None:
+        is_number = kind in (int, float)
+        if kind is bool or (is_number and within is None):
             continue
-        for text in NUMBERS:
-            words = [*command.with_required(name), f"{flag(name)}={text}"]
+        for text in NUMBERS if is_number else TEXTS:
+            given = text if option.rules.get("positional") and not is_number else f"{flag(name)}={text}"
+            words = [*command.with_required(name), given]
+            refused = None
             try:
-                refused = ending(command, words)
+                command.read(words)
+            except UserError as error:
+                refused = error
+                assert "\n" not in str(error) and error.exit_code == WRONG_ARGUMENTS, (words, error)
             except BaseException as error:
                 wrong.append(f"{flag(name)} {text[:40]!r}: {type(error).__name__}: {str(error)[:200]}")
                 continue
-            if not is_within(text, kind, within) and (refused is None or flag(name) not in str(refused)):
+            is_right = is_within(text, kind, within) if is_number else text.strip()
+            if not is_right and (refused is None or (is_number and flag(name) not in str(refused))):
                 wrong.append(f"{flag(name)} {text[:40]!r} is outside {within}: {refused}")
     assert wrong == [] and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", commands(), ids=lambda command: command.name)
-def test_no_text_for_an_option_ends_in_a_traceback(command: Parsed, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    wrong = []
-    for name, option in command.options.items():
-        if _plain_type(option.hint) in (int, float, bool):
-            continue
-        for text in TEXTS:
-            given = [text] if option.rules.get("positional") else [f"{flag(name)}={text}"]
-            try:
-                refused = ending(command, [*command.with_required(name), *given])
-            except BaseException as error:
-                wrong.append(f"{flag(name)} {text[:40]!r}: {type(error).__name__}: {str(error)[:200]}")
-                continue
-            if refused is None and not text.strip():
-                wrong.append(f"{flag(name)} {text!r} is taken")
-    assert wrong == []
-
-
 def test_every_number_has_a_finite_range() -> None:
-    wrong = []
-    for sections in ([*command.options.items()] for command in commands()):
-        wrong += [name for name, option in sections if not _is_bounded(option)]
-    wrong += [name for name, option in options_of(*PLAN_SECTIONS).items() if not _is_bounded(option)]
-    assert wrong == []
-
-
-def _is_bounded(option: Option) -> bool:
-    if _plain_type(option.hint) not in (int, float) or "choices" in option.rules:
-        return True
-    return math.isfinite(float(option.rules["within"][1:-1].split(",")[1]))
+    options = [item for command in commands() for item in command.options.items()]
+    for name, option in [*options, *options_of(*PLAN_SECTIONS).items()]:
+        if _plain_type(option.hint) in (int, float) and "choices" not in option.rules:
+            assert math.isfinite(float(option.rules["within"][1:-1].split(",")[1])), name
 
 
 @pytest.mark.parametrize("section", PLAN_SECTIONS, ids=lambda section: section.__name__)
@@ -182,25 +150,19 @@ def test_every_impossible_number_of_a_plan_is_refused(section: Any) -> None:
                 refused(rf"plan\.yaml: {name}", read_value, value, option, Place("plan.yaml", name))
 
 
-@pytest.mark.parametrize("name", options_of(TaskFiles))
-def test_every_impossible_value_of_a_task_file_is_refused(name: str, tmp_path: Path) -> None:
-    taken = [value for value in YAML_VALUES if not is_refused_task_file(tmp_path, f"{name}: {value}\n")]
-    assert taken == ["[a, b]"] * (name in ("test", "pretraining_text"))  # several files
-
-
-def test_every_task_file_with_wrong_keys_is_refused(tmp_path: Path) -> None:
-    assert [text for text in YAML_FILES if not is_refused_task_file(tmp_path, text)] == []
-
-
-def is_refused_task_file(folder: Path, text: str) -> bool:
-    """Return whether a task file is refused in one line that names it; any other error fails."""
-    path = folder / "task.yaml"
-    path.write_text(text, encoding="utf-8")
-    try:
-        read_task_file(path)
-    except UserError as error:
-        return "\n" not in str(error) and str(path) in str(error) and error.exit_code == WRONG_ARGUMENTS
-    return False
+def test_every_task_file_with_an_impossible_value_or_wrong_keys_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    texts = {name: [f"{name}: {value}\n" for value in YAML_VALUES] for name in options_of(TaskFiles)}
+    for name, files in (texts | {"": YAML_FILES}).items():
+        taken = []
+        for text in files:
+            path.write_text(text, encoding="utf-8")
+            try:
+                read_task_file(path)
+                taken.append(text)
+            except UserError as error:
+                assert "\n" not in str(error) and str(path) in str(error) and error.exit_code == WRONG_ARGUMENTS, text
+        assert taken == [f"{name}: [a, b]\n"] * (name in ("test", "pretraining_text"))  # several files
 
 
 FOLDERS, PREFIXES, FILES = ("DIR", "HF_DIR", "OUT"), ("P", "PREFIX", "IN", "PATH"), ("FILE", "F", "G", "T", "PLAN")
@@ -255,8 +217,7 @@ class World(NamedTuple):
             "pretrain": TINY | {"data_path": corpus.prefix, "vocab_file": corpus.vocab_file, "save": at / "out"},
             "preprocess": {"input": corpus.text_file, "vocab_file": corpus.vocab_file, "output_prefix": at / "out"},
             "train-tokenizer": {"input": corpus.text_file, "vocab_size": 300, "output": at / "out.txt"},
-            "dataset inspect": {"prefix": corpus.prefix},
-            "dataset verify": {"prefix": corpus.prefix},
+            **dict.fromkeys(("dataset inspect", "dataset verify"), {"prefix": corpus.prefix}),
             "dataset merge": {"input": corpus.prefix, "output_prefix": at / "out"},
             "dataset shuffle": {"prefix": corpus.prefix, "output_prefix": at / "out"},
             "plan": {"load": at / "bert", "input": corpus.text_file, "device": "t4"},
@@ -273,13 +234,8 @@ class World(NamedTuple):
 
 
 FILES_OF_WORLD = ("bert", "rows.jsonl", "train.jsonl", "vocab.txt")
-SLOW = (
-    "pretrain",
-    "compare",
-    "finetune predict",
-    "finetune evaluate",
-    *(f"analyze {each}" for each in ("direction", "space", "throughput")),
-)
+SLOW = {"pretrain", "compare", "finetune predict", "finetune evaluate"}
+SLOW |= {"analyze direction", "analyze space", "analyze throughput"}
 """Commands whose refusals take more than milliseconds, or whose line needs what takes seconds to make."""
 LEFT_OUT = {*(("analyze notes", name, "") for name in ("data_path", "output")), ("plan", "data_path", "")}
 """Paths that are read after notes, which the world's run lacks, and one that a plan only prints."""
@@ -290,12 +246,10 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("pretrain", "other_data_path"): {"eval_interval": 1},
     ("pretrain", "tokenizer_model"): {"tokenizer_type": "HuggingFace", "vocab_file": None},
     ("pretrain", "index_cache_dir"): {"notes": True},
-    ("dataset inspect", "tokenizer_model"): {"tokenizer_type": "HuggingFace"},
-    ("dataset verify", "tokenizer_model"): {"tokenizer_type": "HuggingFace"},
+    **{(f"dataset {sub}", "tokenizer_model"): {"tokenizer_type": "HuggingFace"} for sub in ("inspect", "verify")},
     ("convert", "from_hf"): {"load": None},
     ("convert", "onnx"): {"load": None},
-    ("convert", "generator"): {"load": None, "from_hf": "bert"},
-    ("convert", "vocab_file"): {"load": None, "from_hf": "bert"},
+    **{("convert", name): {"load": None, "from_hf": "bert"} for name in ("generator", "vocab_file")},
     ("convert", "tokenizer_model"): {"load": None, "from_hf": "bert", "tokenizer_type": "HuggingFace"},
     ("plan", "train"): {"valid": "train.jsonl"},
     ("plan", "valid"): {"train": "train.jsonl"},
@@ -305,8 +259,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("finetune", "report"): {"train": None, "valid": None, "load": None},
     ("glue", "report"): {"load": None, "data_dir": None},
     ("compare", "data_path"): {"vocab_file": "vocab.txt"},
-    ("compare", "tables"): {"plan": "rows.jsonl"},
-    ("compare", "claims"): {"plan": "rows.jsonl"},
+    **{("compare", name): {"plan": "rows.jsonl"} for name in ("tables", "claims")},
 }
 """Command and option → what else its line needs, so that the path is read; names are files of the world."""
 
@@ -344,17 +297,12 @@ def hostile(folder: Path, kind: str, model: Path) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / f"{kind}{model.suffix}"
     for each in (path, *(Path(f"{path}{suffix}") for suffix in DATASET)):
-        match kind:
-            case "empty":
-                each.touch()
-            case "folder":
-                each.mkdir()
-            case "file":
-                each.write_text("text\n")
-            case "loop":
-                each.symlink_to(each)
-            case "device":
-                each.symlink_to("/dev/full")
+        if kind in ("empty", "file"):
+            each.write_text("" if kind == "empty" else "text\n")
+        elif kind == "folder":
+            each.mkdir()
+        elif kind in ("loop", "device"):
+            each.symlink_to(each if kind == "loop" else "/dev/full")
     if kind == "through":
         (folder / kind).write_text("text\n")
         return folder / kind / f"x{model.suffix}"
@@ -372,18 +320,26 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("command", "name", "kind"), cases())
-def test_an_impossible_path_is_refused(command, name, kind, world, tmp_path, monkeypatch):
+def test_an_impossible_path_is_refused(command, name, kind, world, tmp_path, run_tool, monkeypatch, capfd):
     """The memory of `analyze throughput`, measured in a process of its own before it writes, is left out."""
     monkeypatch.setattr(probe, "peak_memory", lambda *_: None)
     words = dict(world.words(command.name))
     if command.name.startswith("finetune "):
         world.make_kept_model()
+        capfd.readouterr()
     for other, value in BESIDE.get((command.name, name), {}).items():
         known = {"corpus": world.corpus.prefix} | {each: world.folder / each for each in FILES_OF_WORLD}
         words[other] = known.get(value, value)
     path = hostile(tmp_path / "hostile", kind, Path(str(words.get(name) or name)))
     before = world.files(tmp_path)
-    code, line = outcome(command, words | {name: path}, tmp_path)
+    program, *given = words_of(command, words | {name: path})
+    if program == "pretrain":  # its process group is of a whole process
+        result = start_ranks([program, *given], world_size=None, program="megatron_ddrp")
+        code, line = result.exit_codes[0], result.stderr[0]
+    else:
+        monkeypatch.chdir(tmp_path)
+        code, out, line = run_tool(importlib.import_module(COMMANDS[program].module), *given)
+        line = line or out.splitlines(keepends=True)[-1]  # `dataset verify` writes to standard output
     assert code in (FAILURE, WRONG_ARGUMENTS), (code, line)
     assert line.count("\n") == 1 and (": error: " in line or "finding" in line), line
     assert path.name[:40] in line or flag(name) in line or kind == "empty", line
@@ -399,37 +355,6 @@ def words_of(command: Parsed, options: dict[str, Any]) -> list[str]:
         else:
             flags[key] = value
     return [*words, *command_line(flags)]
-
-
-@contextlib.contextmanager
-def inside(folder: Path) -> Iterator[None]:
-    """Work in a folder; `contextlib.chdir` exists from Python 3.11 on."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
-def outcome(command: Parsed, options: dict[str, Any], folder: Path) -> tuple[Any, str]:
-    """Run a command in this process and in a folder. Return its exit code and what it wrote to standard error.
-
-    `dataset verify` writes to standard output; then return the last line of that.
-    """
-    argv, stderr, stdout = words_of(command, options), io.StringIO(), io.StringIO()
-    if command.name == "pretrain":  # its process group is of a whole process
-        result = start_ranks(argv, world_size=None, program="megatron_ddrp")
-        return result.exit_codes[0], result.stderr[0]
-    with (
-        inside(folder),
-        mock.patch.object(sys, "argv", argv),
-        contextlib.redirect_stderr(stderr),
-        contextlib.redirect_stdout(stdout),
-        pytest.raises(SystemExit) as end,
-    ):
-        run_command(importlib.import_module(COMMANDS[argv[0]].module).main)
-    return end.value.code, stderr.getvalue() or stdout.getvalue().splitlines(keepends=True)[-1]
 
 
 def real_starts() -> Iterator[Any]:
@@ -450,7 +375,10 @@ def test_a_real_start_ends_in_one_line(command, numbers, name, kind, world, tmp_
     words = world.words(command.name) | numbers
     if name:
         words[name] = hostile(tmp_path / "hostile", kind, Path(str(words.get(name) or name)))
-    assert_one_line(words_of(command, words))
+    result = start_ranks(words_of(command, words), world_size=None, program="megatron_ddrp")
+    assert result.exit_codes[0] in (FAILURE, WRONG_ARGUMENTS), result
+    lines = result.stderr[0].splitlines()
+    assert len(lines) == 1 and lines[0].startswith("megatron-ddrp ") and "Traceback" not in lines[0], result
 
 
 @pytest.mark.parametrize("text", ["[]", "null: a", "nowhere: 1", "train: [a, b]\nvalid: 5", "? {a: b}\n: c", "&a [*a]"])
@@ -462,12 +390,3 @@ def test_a_hostile_yaml_file_is_refused(words, text, tmp_path):
     call = parse_arguments if words[0] == "pretrain" else importlib.import_module(COMMANDS[words[0]].module).main
     wrong_arguments(str(file), call, [*words[1:], str(file), *out])
     assert not (tmp_path / "out").exists()
-
-
-def assert_one_line(words: Sequence[object]) -> None:
-    """Start the command as a process: one line on standard error, but for the verdicts of `dataset verify`."""
-    result = start_ranks(words, world_size=None, program="megatron_ddrp")
-    assert result.exit_codes[0] in (FAILURE, WRONG_ARGUMENTS), result
-    assert "Traceback" not in result.stderr[0]
-    lines = result.stderr[0].splitlines()
-    assert len(lines) == 1 and lines[0].startswith("megatron-ddrp "), result
