@@ -1,8 +1,10 @@
 """Every recipe parses, says at its top what it is, and its training command passes a dry run; Slurm has stand-ins."""
 
+import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -10,11 +12,14 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.pretrain import main
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.runs import TuningRun, predictions_file
 from tests import datasets
 from tests.conftest import SPECIAL_TOKENS
 from tests.integration.launch import run_program
@@ -411,3 +416,34 @@ def test_a_file_of_the_user_stays_and_ranks_of_slurm_write_none(tmp_path: Path) 
     (tmp_path / "slurm").mkdir()
     [of_rank] = launch("pretrain_ddrp_base_16gpu.sh", tmp_path / "slurm", LAUNCHER="python")
     assert of_rank == f"/tmp/triton_{os.getuid()} /tmp/torchinductor_{os.getuid()} none"
+
+
+def test_gains_of_an_example_are_means_over_pairs_of_seeds_with_both_intervals(tmp_path, monkeypatch, capsys):
+    """Against Pearson's correlation by numpy, and a gain that the same rows always have."""
+    draws, rows, scores = np.random.default_rng(1), [], {}
+    (tmp_path / "predictions").mkdir()
+    labels = draws.normal(size=60)
+    for seed, (name, noise) in itertools.product((1, 2, 3), (("theirs", 1.0), ("mlm", 0.5))):
+        load = name if name == "theirs" else f"{name}-{seed}"
+        point = {"batch_size": 16, "micro_batch_size": 8, "lr": 5e-5, "epochs": 4, "seed": seed, "max_seq_length": 64}
+        rows.append({"task": "domain", "load": f"runs/{load}", "encoder": load, "data": "d", **point})
+        predictions = labels + noise * draws.normal(size=60)
+        scores[name, seed] = 100 * np.corrcoef(predictions, labels)[0, 1]
+        lines = [f"films\t{i}\t{p}\t{a}" for i, (p, a) in enumerate(zip(predictions, labels, strict=True))]
+        file = predictions_file(tmp_path, TuningRun.of_row(rows[-1]))
+        file.write_text("\n".join(["file\tindex\tprediction\tlabel", *lines]) + "\n")
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(sys, "argv", ["gains.py", str(tmp_path), "theirs", "mlm"])
+    runpy.run_path(str(ROOT / "examples" / "domain" / "gains.py"), run_name="__main__")
+    cells = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    found = np.array([scores["mlm", seed] - scores["theirs", seed] for seed in (1, 2, 3)])
+    assert cells[:4] == [
+        "mlm",
+        "films",
+        f"{np.mean([scores['theirs', s] for s in (1, 2, 3)]):.1f}",
+        f"{found.mean():+.1f}",
+    ]
+    low, high = (float(each) for each in cells[4].split(" to "))
+    assert [low, high] == pytest.approx(stats.t.interval(0.95, 2, found.mean(), stats.sem(found)), abs=0.051)
+    low, high = (float(each) for each in cells[5].split(" to "))
+    assert low < found.mean() < high and cells[6] == "3"
