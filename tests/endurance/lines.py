@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-BOUNDS = {"core": 22_700, "tasks": 5_170, "lab": 4_250, "benchmarks": 2_160}
+BOUNDS = {"core": 22_740, "tasks": 5_170, "lab": 4_250, "benchmarks": 2_160}
 """Part → most lines of code."""
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
