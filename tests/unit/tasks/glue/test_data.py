@@ -2,7 +2,6 @@
 
 import re
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from megatron_ddrp.encoders.rows import dev_order, pad_batch, train_order, trunc
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.table_files import Example
 from megatron_ddrp.tasks.glue import PAPER_TASKS, TASKS, read_examples, read_task, read_test
+from tests.datasets import SHARED
 from tests.refusals import refused
 
 
@@ -37,6 +37,10 @@ def row_of(encoded, number):
     return batch.input_ids[0].tolist(), batch.segment_ids[0].tolist()
 
 
+def texts_of(examples):
+    return [example.texts for example in examples]
+
+
 COLA = 'gj04\t1\t\tHe said "go" and left.\ngj04\t0\t*\tHe said go and left\x85 .\n'
 STSB = "index\tsentence1\tsentence2\tscore\n0\tA plane.\tAn air plane.\t4.750\n1\tA man.\tA dog.\t0.000"
 RTE = "index\tsentence1\tsentence2\tlabel\n0\ta b c\td e\tentailment\n1\tf\tg\tnot_entailment\n"
@@ -52,28 +56,29 @@ def write(folder, task, **files):
     return folder
 
 
-def test_cola_has_no_header_and_quotes_stay_as_released(tmp_path):
-    data = read_task(TASKS["CoLA"], write(tmp_path, "CoLA", train=COLA, dev=COLA))
+def test_tasks_are_read_as_released(tmp_path):
+    """CoLA has no header; quotes stay; labels of STS-B are floats; MNLI scores the matched file first."""
+
+    def read(task, train, **dev):
+        return read_task(TASKS[task], write(tmp_path, task, train=train, **dev or {"dev": train}))
+
+    data = read("CoLA", COLA)
     assert list(data.train) == [(('He said "go" and left.',), 1), (("He said go and left\x85 .",), 0)]
     assert list(data.dev) == ["dev"]
     text = 'id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t1\t2\t"What is ""it""?\tb"\t0\n'
-    data = read_task(TASKS["QQP"], write(tmp_path, "QQP", train=text, dev=text))
-    assert list(data.train) == [(('"What is ""it""?', 'b"'), 0)]
-
-
-def test_sts_b_labels_stay_floats_and_mnli_scores_the_matched_file_first(tmp_path):
-    data = read_task(TASKS["STS-B"], write(tmp_path, "STS-B", train=STSB, dev=STSB))
+    assert list(read("QQP", text).train) == [(('"What is ""it""?', 'b"'), 0)]
+    data = read("STS-B", STSB)
     assert [example.label for example in data.train] == [4.75, 0.0]
     assert encode(data.task, data.train, WordTokenizer(), 32).targets.dtype == np.float64
     text = "index\tsentence1\tsentence2\tgold_label\n0\ta\tb\tneutral\n"
-    data = read_task(TASKS["MNLI"], write(tmp_path, "MNLI", train=text, dev_matched=text, dev_mismatched=text))
+    data = read("MNLI", text, dev_matched=text, dev_mismatched=text)
     assert list(data.dev) == ["dev_matched", "dev_mismatched"]
-
-
-def test_digest_follows_the_bytes(tmp_path):
-    first = read_task(TASKS["RTE"], write(tmp_path, "RTE", train=RTE, dev=RTE)).digest
-    second = read_task(TASKS["RTE"], write(tmp_path, "RTE", dev=RTE.replace("\tf\t", "\tF\t"))).digest
-    assert first != second
+    data = read("RTE", RTE)
+    assert read("RTE", RTE, dev=RTE.replace("\tf\t", "\tF\t")).digest != data.digest
+    encoded = encode(data.task, data.train, WordTokenizer(), 32)
+    assert row_of(encoded, 0) == ([1, 11, 11, 11, 2, 11, 11, 2], [0, 0, 0, 0, 0, 1, 1, 1])
+    assert row_of(encoded, 1) == ([1, 11, 2, 11, 2], [0, 0, 0, 1, 1])
+    assert encoded.targets.tolist() == [0, 1]
 
 
 BAD_FILES = [
@@ -85,11 +90,11 @@ BAD_FILES = [
 ]
 
 
-@pytest.mark.parametrize(("task", "train", "dev", "words"), BAD_FILES)
-def test_errors_name_file_line_and_expectation(tmp_path, task, train, dev, words):
-    write(tmp_path, task, train=train, **({"dev": dev} if dev else {}))
-    error = refused(words, read_task, TASKS[task], tmp_path)
-    assert str(tmp_path / task / "dev.tsv") in str(error)
+def test_errors_name_file_line_and_expectation(tmp_path):
+    for number, (task, train, dev, words) in enumerate(BAD_FILES):
+        folder = write(tmp_path / str(number), task, train=train, **({"dev": dev} if dev else {}))
+        error = refused(words, read_task, TASKS[task], folder)
+        assert str(folder / task / "dev.tsv") in str(error)
 
 
 def test_a_missing_task_is_answered_with_the_tasks_there_and_nearby(tmp_path):
@@ -109,51 +114,34 @@ def test_a_missing_task_is_answered_with_the_tasks_there_and_nearby(tmp_path):
 def test_a_few_broken_rows_of_qqp_are_left_out(tmp_path):
     header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
     text = header + "1\t1\t2\ta\tb\t0\n" + "2\t3\t4\tc\n" + "3\t5\t6\td\te\t1\n"
-    path = write(tmp_path, "QQP", train=text) / "QQP" / "train.tsv"
-    raw = path.read_bytes()
-    assert [example.texts for example in read_examples(TASKS["QQP"], path, raw, 1)] == [("a", "b"), ("d", "e")]
+    path, raw = tmp_path / "train.tsv", text.encode()
+    assert texts_of(read_examples(TASKS["QQP"], path, raw, 1)) == [("a", "b"), ("d", "e")]
     refused("line 3: 4 columns", read_examples, TASKS["QQP"], path, raw)
 
 
-def test_pairs_are_cls_a_sep_b_sep(tmp_path):
-    data = read_task(TASKS["RTE"], write(tmp_path, "RTE", train=RTE, dev=RTE))
-    encoded = encode(data.task, data.train, WordTokenizer(), 32)
-    assert row_of(encoded, 0) == ([1, 11, 11, 11, 2, 11, 11, 2], [0, 0, 0, 0, 0, 1, 1, 1])
-    assert row_of(encoded, 1) == ([1, 11, 2, 11, 2], [0, 0, 0, 1, 1])
-    assert encoded.targets.tolist() == [0, 1]
-
-
 FUNNEL = RowForm(((1, 2), (FIRST, 0), (2, 0)), ((1, 2), (FIRST, 0), (2, 0), (SECOND, 1), (2, 1)))
-SUFFIX = RowForm(((FIRST, 0), (2, 0)), ((FIRST, 0), (2, 0), (SECOND, 0), (2, 0)))
+T5 = RowForm(((FIRST, 0), (2, 0)), ((FIRST, 0), (2, 0), (SECOND, 0), (2, 0)))
 
 
-@pytest.mark.parametrize(
-    ("rows", "pair", "segments", "single"),
-    [
+def test_the_tokenizer_decides_the_separators_and_segments_of_rows():
+    for rows, pair, segments, single in (
         (usual_rows(1, 2, True), [1, 11, 11, 2, 2, 11, 11, 2], [0] * 8, [1, 11, 11, 11, 2]),
         (FUNNEL, [1, 11, 11, 11, 2, 11, 11, 2], [2, 0, 0, 0, 0, 1, 1, 1], [1, 11, 11, 11, 2]),
-        (SUFFIX, [11, 11, 11, 2, 11, 11, 2], [0] * 7, [11, 11, 11, 2]),
-    ],
-    ids=["RoBERTa", "Funnel", "T5"],
-)
-def test_the_tokenizer_decides_the_separators_and_segments_of_rows(rows, pair, segments, single):
-    tokenizer = WordTokenizer()
-    tokenizer.rows = rows
-    encoded = encode(TASKS["RTE"], [Example(("a b c", "d e"), 0)], tokenizer, 8)
-    assert row_of(encoded, 0) == (pair, segments)
-    assert row_of(encode(TASKS["SST-2"], [Example(("a b c",), 0)], tokenizer, 8), 0)[0] == single
+        (T5, [11, 11, 11, 2, 11, 11, 2], [0] * 7, [11, 11, 11, 2]),
+    ):
+        tokenizer = WordTokenizer()
+        tokenizer.rows = rows
+        encoded = encode(TASKS["RTE"], [Example(("a b c", "d e"), 0)], tokenizer, 8)
+        assert row_of(encoded, 0) == (pair, segments)
+        assert row_of(encode(TASKS["SST-2"], [Example(("a b c",), 0)], tokenizer, 8), 0)[0] == single
 
 
-def test_test_sets_have_headers_and_no_labels(tmp_path):
+def test_test_sets_have_headers_and_no_labels_and_a_missing_one_is_named(tmp_path):
+    """MNLI has two, and the diagnostic one where it is."""
     write(tmp_path, "CoLA", test="index\tsentence\n0\tShe left.\n1\tLeft she.\n")
     found = read_test(TASKS["CoLA"], tmp_path)
-    assert list(found) == ["CoLA.tsv"]
-    assert [example.texts for example in found["CoLA.tsv"]] == [("She left.",), ("Left she.",)]
-    encoded = encode(TASKS["CoLA"], found["CoLA.tsv"], WordTokenizer(), 16)
-    assert np.isnan(encoded.targets).all()
-
-
-def test_mnli_has_two_test_sets_and_the_diagnostic_one_where_it_is_and_a_missing_one_is_named(tmp_path):
+    assert list(found) == ["CoLA.tsv"] and texts_of(found["CoLA.tsv"]) == [("She left.",), ("Left she.",)]
+    assert np.isnan(encode(TASKS["CoLA"], found["CoLA.tsv"], WordTokenizer(), 16).targets).all()
     text = "index\tsentence1\tsentence2\n0\ta\tb\n"
     write(tmp_path, "MNLI", test_matched=text, test_mismatched=text)
     assert list(read_test(TASKS["MNLI"], tmp_path)) == ["MNLI-m.tsv", "MNLI-mm.tsv"]
@@ -171,57 +159,38 @@ def test_truncation_takes_from_the_longer_side():
     assert sides == [[1, 2], [6]]
 
 
-@pytest.fixture
-def encoded():
-    task = TASKS["SST-2"]
+def test_rows_are_ordered_and_every_one_comes_exactly_once_padded_to_the_longest_of_its_batch():
     rng = np.random.default_rng(0)
-    examples = [((" ".join("x" * rng.integers(1, 30)),), float(index % 2)) for index in range(101)]
-    return encode(task, [Example(*example) for example in examples], WordTokenizer(), 24)
-
-
-def test_rows_are_ordered_and_every_one_comes_exactly_once(encoded):
+    examples = [Example((" ".join("x" * rng.integers(1, 30)),), float(index % 2)) for index in range(101)]
+    encoded = encode(TASKS["SST-2"], examples, WordTokenizer(), 24)
     for order in (train_order(encoded, 8, seed=1, epoch=0), dev_order(encoded, 8)):
         assert sorted(np.concatenate(order)) == list(range(101))
         assert max(map(len, order)) == 8
-
-    def flat(seed, epoch):
-        return np.concatenate(train_order(encoded, 8, seed, epoch)).tolist()
-
-    assert flat(1, 0) == flat(1, 0)
-    assert flat(1, 0) != flat(1, 1)
-    assert flat(1, 0) != flat(2, 0)
+    first, again, *others = (
+        np.concatenate(train_order(encoded, 8, *draw)).tolist() for draw in ((1, 0), (1, 0), (1, 1), (2, 0))
+    )
+    assert first == again and first not in others
     order = train_order(encoded, 8, seed=0, epoch=0)
-    padded = sum(len(rows) * max(encoded.lengths[rows]) for rows in order)
-    valid = len(encoded.pieces)
-    assert valid / padded > 0.85
-
-
-def test_batches_are_padded_to_their_longest_row_only(encoded):
+    assert len(encoded.pieces) / sum(len(rows) * max(encoded.lengths[rows]) for rows in order) > 0.85
     for rows in dev_order(encoded, 8):
         batch = pad_batch(encoded, rows)
         lengths = [len(row_of(encoded, row)[0]) for row in rows]
         assert batch.input_ids.shape == (len(rows), max(lengths))
         assert (batch.document_ids.sum(axis=1) == lengths).all()
         assert (batch.labels == IGNORED_LABEL).all()
-        for index, row in enumerate(rows):
-            assert batch.input_ids[index, : lengths[index]].tolist() == row_of(encoded, row)[0]
-            assert batch.position_ids[index, : lengths[index]].tolist() == list(range(lengths[index]))
-            assert not batch.position_ids[index, lengths[index] :].any()
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            assert batch.input_ids[index, :length].tolist() == row_of(encoded, row)[0]
+            assert batch.position_ids[index].tolist() == [*range(length), *[0] * (max(lengths) - length)]
             assert encoded.targets[row] == row % 2
 
 
-def test_the_paper_averages_eight_tasks_without_wnli():
-    assert PAPER_TASKS == ("RTE", "STS-B", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI")
-    assert "WNLI" in TASKS
-
-
-@pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
-def test_rows_are_consistent(task):
-    assert task.metric in KINDS[task.kind].metrics
-    assert (task.kind == "regression") == (task.label_range is not None) == (not task.labels)
-    assert list(task.labels) == sorted(task.labels)
-    if task.columns is not None:
-        assert {*task.text_columns, task.label_column} <= set(task.columns)
+def test_the_table_of_tasks_is_consistent_and_the_paper_averages_eight_without_wnli():
+    for task in TASKS.values():
+        assert task.metric in KINDS[task.kind].metrics, task
+        assert (task.kind == "regression") == (task.label_range is not None) == (not task.labels), task
+        assert list(task.labels) == sorted(task.labels), task
+        assert task.columns is None or {*task.text_columns, task.label_column} <= set(task.columns), task
+    assert PAPER_TASKS == ("RTE", "STS-B", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI") and "WNLI" in TASKS
 
 
 OFFICIAL = {
@@ -232,24 +201,15 @@ OFFICIAL = {
 }
 
 
-ARCHIVE = Path(__file__).resolve().parents[5] / "shared" / "data" / "glue.tar.xz"
-
-
-@pytest.fixture(scope="module")
-def official_files(tmp_path_factory):
-    if not ARCHIVE.is_file():
-        pytest.skip(f"the official files are not at hand ({ARCHIVE})")
-    folder = tmp_path_factory.mktemp("official")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder / "glue"
-
-
-def test_official_row_counts(official_files):
-    def count(name, file):
-        path = official_files / name / file
-        return len(read_examples(TASKS[name], path, path.read_bytes(), TASKS[name].broken_rows))
-
-    found = {(name, file): count(name, file) for name, file in OFFICIAL}
+def test_official_row_counts(tmp_path):
+    archived = SHARED / "glue.tar.xz"
+    if not archived.is_file():
+        pytest.skip(f"the official files are not at hand ({archived})")
+    with tarfile.open(archived) as archive:
+        archive.extractall(tmp_path, filter="data")
+    found = {}
+    for name, file in OFFICIAL:
+        path = tmp_path / "glue" / name / file
+        found[name, file] = len(read_examples(TASKS[name], path, path.read_bytes(), TASKS[name].broken_rows))
     assert found == OFFICIAL
     assert all(TASKS[name].dev_examples == rows for (name, file), rows in OFFICIAL.items() if file == "dev.tsv")
