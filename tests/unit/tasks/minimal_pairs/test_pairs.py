@@ -17,29 +17,23 @@ from tests.refusals import refused
 from tests.unit.tasks.minimal_pairs.conftest import PAIRS, write_pairs
 
 GOOD = '{"sentence_good": "a b", "sentence_bad": "b a"}\n'
+BAD = {
+    **{"": "no rows, expected at least one", "{}\n": "line 1: sentence_good is missing"},
+    GOOD + "\n" + '{"sentence_good": "a b"}\n': "line 3: sentence_bad is missing",
+    GOOD + '{"sentence_good": " ", "sentence_bad": "b"}\n': "line 2: sentence_good is ' '",
+    GOOD + '{"sentence_good": 3, "sentence_bad": "b"}\n': "line 2: sentence_good is 3",
+    **{GOOD + "{\n": "line 2: not JSON", GOOD[:-2] + ', "UID": 7}\n': "line 1: UID is 7"},
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("", "no rows, expected at least one"),
-        ("{}\n", "line 1: sentence_good is missing"),
-        (GOOD + "\n" + '{"sentence_good": "a b"}\n', "line 3: sentence_bad is missing"),
-        (GOOD + '{"sentence_good": " ", "sentence_bad": "b"}\n', "line 2: sentence_good is ' '"),
-        (GOOD + '{"sentence_good": 3, "sentence_bad": "b"}\n', "line 2: sentence_good is 3"),
-        (GOOD + "{\n", "line 2: not JSON"),
-        (GOOD[:-2] + ', "UID": 7}\n', "line 1: UID is 7"),
-    ],
-)
-def test_a_bad_file_is_one_line_with_its_name_and_line(tmp_path, content, reason):
-    (tmp_path / "pairs.jsonl").write_text(content)
-    refused(f"pairs.jsonl.*{re.escape(reason)}", read_pairs, tmp_path)
-
-
-def test_a_folder_without_files_and_a_uid_in_two_files_are_refused(tmp_path):
+def test_a_bad_file_a_folder_without_files_and_a_uid_in_two_files_are_refused_in_one_line(tmp_path):
     refused("holds no .jsonl file", read_pairs, tmp_path)
     write_pairs(tmp_path / "blimp" / "data", uid="zero")
     refused(f"sentence_bad; maybe --data-dir {tmp_path}/blimp/data$", read_pairs, tmp_path)
+    for content, reason in BAD.items():
+        (tmp_path / "pairs.jsonl").write_text(content)
+        refused(f"pairs.jsonl.*{re.escape(reason)}", read_pairs, tmp_path)
+    (tmp_path / "pairs.jsonl").unlink()
     write_pairs(tmp_path, uid="one")
     (tmp_path / "two.jsonl").write_text((tmp_path / "one.jsonl").read_text())
     refused("two.jsonl: UID 'one' is in .*one.jsonl too", read_pairs, tmp_path)
@@ -57,8 +51,7 @@ def test_a_pair_belongs_to_its_uid_else_to_its_file(tmp_path):
 def test_a_sample_is_the_same_every_time_and_known_by_its_sentences(tmp_path):
     write_pairs(tmp_path)
     (whole,), (first,), (again,) = read_pairs(tmp_path), read_pairs(tmp_path, 3), read_pairs(tmp_path, 3)
-    assert len(first) == 3
-    assert first == again
+    assert len(first) == 3 and first == again
     assert [whole.good[whole.places.index(place)] for place in first.places] == first.good
     assert first.digest == again.digest != whole.digest
     assert read_pairs(tmp_path, 99)[0] == whole
@@ -79,15 +72,9 @@ def test_published_levels_are_shown_where_they_cover_all_paradigms(tmp_path):
     refused("not BLiMP's summary of models", pairs.published_levels, tmp_path, ["a"])
 
 
-def row(good, bad, pieces=((5, 5), (5, 5), (4, 5), (6, 5)), identical=1):
-    counts = list(pieces)[: len(good)]
-    return {
-        "good": good,
-        "bad": bad,
-        "pieces_good": [first for first, _ in counts],
-        "pieces_bad": [second for _, second in counts],
-        "identical": identical,
-    }
+def row(good, bad):
+    pieces = {"pieces_good": [5, 5, 4, 6][: len(good)], "pieces_bad": [5] * len(good)}
+    return {"good": good, "bad": bad, "identical": 1} | pieces
 
 
 def encoder(name, *accuracies, pairs=100):
@@ -120,22 +107,19 @@ def test_standard_errors_are_those_of_a_mean():
     assert lonely.standard_error is None and lonely.paradigm_error is None
 
 
-def drawn(rng, share, uids="xyzuvw"):
-    rights = {uid: np.array([rng.random() < share for _ in range(40)]) for uid in uids}
-    return Result("e", {uid: ParadigmScore(right, 0, 0, 0.5) for uid, right in rights.items()})
+def test_the_interval_is_students_over_paradigms_or_over_the_pairs_of_one():
+    def drawn(share):
+        rights = {uid: np.array([rng.random() < share for _ in range(40)]) for uid in uids}
+        return Result("e", {uid: ParadigmScore(right, 0, 0, 0.5) for uid, right in rights.items()})
 
-
-@pytest.mark.parametrize("uids", ["xyzuvw", "x"])
-def test_the_interval_is_students_over_paradigms_or_over_the_pairs_of_one(uids):
-    rng = random.Random(0)
-    first, second = drawn(rng, 0.7, uids), drawn(rng, 0.5, uids)
-    gains = [
-        [int(a) - int(b) for a, b in zip(first.cells[uid].right, second.cells[uid].right, strict=True)] for uid in uids
-    ]
-    values = [statistics.fmean(gain) for gain in gains] if len(uids) > 1 else gains[0]
-    found = difference(first, second)
-    assert found.seeds.mean == pytest.approx(first.macro_average - second.macro_average)
-    assert found.items == pytest.approx(tuple(ttest_1samp(values, 0).confidence_interval(0.95)))
+    for uids in ("xyzuvw", "x"):
+        rng = random.Random(0)
+        first, second = drawn(0.7), drawn(0.5)
+        gains = [np.subtract(first.cells[uid].right, second.cells[uid].right, dtype=float) for uid in uids]
+        values = [gain.mean() for gain in gains] if len(uids) > 1 else gains[0]
+        found = difference(first, second)
+        assert found.seeds.mean == pytest.approx(first.macro_average - second.macro_average)
+        assert found.items == pytest.approx(tuple(ttest_1samp(values, 0).confidence_interval(0.95)))
 
 
 def test_an_interval_over_four_paradigms_covers_the_gain_in_95_of_100_cases():
@@ -145,10 +129,8 @@ def test_an_interval_over_four_paradigms_covers_the_gain_in_95_of_100_cases():
     rights = draws.random((2000, 2, 4, 40)) < shares[..., None]
     covered = 0
     for case in rights:
-        one, other = (
-            Result("", dict(zip("wxyz", (ParadigmScore(r, 0, 0, 0.5) for r in e), strict=True))) for e in case
-        )
-        low, high = difference(one, other).items
+        sides = ({uid: ParadigmScore(right, 0, 0, 0.5) for uid, right in zip("wxyz", e, strict=True)} for e in case)
+        low, high = difference(*(Result("", cells) for cells in sides)).items
         covered += low <= 0 <= high
     assert 0.93 <= covered / 2000 <= 0.97
 
@@ -177,13 +159,12 @@ def test_the_table_and_the_heat_map_have_one_unit():
     assert image.get_clim() == bar.get_ylim() == (0, 100) and "[%]" in bar.get_ylabel()
 
 
-@pytest.mark.parametrize(
-    ("count", "names"), [(1, ("over_pairs", "over_paradigms")), (2, ("over_paradigms", "over_pairs"))]
-)
-def test_the_numbers_say_what_the_interval_is_over(count, names):
-    paradigms = {f"p{number}": Paradigm(f"p{number}", Path("pairs.jsonl")) for number in range(count)}
-    results = [encoder("a", *[0.6, 0.7][:count]), encoder("b", *[0.5, 0.58][:count])]
-    report = scoring.Report(paradigms, results, {}, "l2r")
-    (found,) = scoring.summary(report, report.differences)["differences"]
-    assert found[names[0]] == report.differences[0].items is not None and found[names[1]] is None
-    assert (found["first"], found["second"], found["difference"]) == ("a", "b", pytest.approx(0.1 + 0.01 * (count > 1)))
+def test_the_numbers_say_what_the_interval_is_over():
+    for count, of, other in ((1, "over_pairs", "over_paradigms"), (2, "over_paradigms", "over_pairs")):
+        paradigms = {f"p{number}": Paradigm(f"p{number}", Path("pairs.jsonl")) for number in range(count)}
+        results = [encoder("a", *[0.6, 0.7][:count]), encoder("b", *[0.5, 0.58][:count])]
+        report = scoring.Report(paradigms, results, {}, "l2r")
+        (found,) = scoring.summary(report, report.differences)["differences"]
+        assert found[of] == report.differences[0].items is not None and found[other] is None
+        gain = pytest.approx(0.1 + 0.01 * (count > 1))
+        assert (found["first"], found["second"], found["difference"]) == ("a", "b", gain)
