@@ -34,41 +34,39 @@ def cells(path, columns=()):
     return [row.cells for row in read_rows(path, columns)]
 
 
+def places(path):
+    """Return where each row is in its file, and its cells."""
+    return [(row.where.removeprefix(f"{path}, "), row.cells) for row in read_rows(path)]
+
+
 def fault(path, columns=()):
     error = refused(f"^{re.escape(path)}", lambda: list(read_rows(path, columns)))
     return str(error).removeprefix(path)
 
 
-def as_csv(rows):
-    quoted = ['"{}","{}"\r\n'.format(*(row[k].replace('"', '""') for k in ("text", "label"))) for row in rows]
-    return "text,label\r\n" + "".join(quoted)
+def test_csv_keeps_what_quotes_hold_and_a_blank_line_between_rows_of_one_column_is_an_empty_cell(write):
+    quoted = ('"{text}","{label}"\r\n'.format(**{k: v.replace('"', '""') for k, v in row.items()}) for row in ROWS)
+    path = write("a.csv", "\ufefftext,label\r\n" + "".join(quoted) + "\r\n" + "last,one")
+    rows = [*ROWS, {"text": "last", "label": "one"}]
+    assert places(path) == [*zip(("line 2", "line 3", "line 6"), rows, strict=True)]
+    assert columns_of(path) == ["text", "label"]
+    found = places(write("b.csv", "text\none\n\ntwo\n\n\n"))
+    assert found == [("line 2", {"text": "one"}), ("line 3", {"text": ""}), ("line 4", {"text": "two"})]
 
 
-def test_json_lines(write):
-    lines = "\n\n".join(json.dumps(row) for row in ROWS)
-    packs = {"a.jsonl": bytes, "a.json": bytes, "a.jsonl.gz": gzip.compress, "a.json.bz2": bz2.compress}
-    for name, pack in packs.items():
-        path = write(name, pack(lines.encode()))
-        assert cells(path) == ROWS
-        assert [row.where for row in read_rows(path)] == [f"{path}, line 1", f"{path}, line 3"]
-
-
-@pytest.mark.parametrize("indent", [None, 2])
-def test_one_list_of_objects(write, indent):
-    path = write("a.json", json.dumps(ROWS, indent=indent))
-    assert cells(path) == ROWS
-    assert next(read_rows(path)).where == f"{path}, row 1"
+def test_tsv_has_no_quotes_and_only_newlines_end_a_line(write):
+    path = write("a.tsv", '\ufefftext\tlabel\r\n"open\x85 and\u2028 so on\tx\r\n\t""\n')
+    assert cells(path) == [{"text": '"open\x85 and\u2028 so on', "label": "x"}, {"text": "", "label": '""'}]
 
 
 LAYOUTS = {
-    "bracket": "[{a},\n{b}]\n",
-    "blank": " [ {a}\n,\r\n {b} ] ",
-    "lines": "[\n{a},\n{b}\n]",
-    "after": "{a}\n\n{b}\n",
-    "beside": "{a} {b}",
-    "commas": "{a},{b}",
-    "carriage": "{a}\r{b}\r",
-    "lists": "[{a}]\n[{b}]\n",
+    **{
+        "bracket": "[{a},\n{b}]\n",
+        "blank": " [ {a}\n,\r\n {b} ] ",
+        "lines": "[\n{a},\n{b}\n]",
+        "after": "{a}\n\n{b}\n",
+    },
+    **{"beside": "{a} {b}", "commas": "{a},{b}", "carriage": "{a}\r{b}\r", "lists": "[{a}]\n[{b}]\n"},
 }
 
 
@@ -87,11 +85,16 @@ def test_texts_and_tables_read_json_in_any_layout(write, layout, indent):
         assert [text for part in parts for (text,) in part] == [row["text"] for row in rows]
 
 
-def test_a_list_of_thousands_of_objects_is_read_in_parts(write):
-    rows = [{"text": f"{number} " * 20, "label": number} for number in range(3000)]
-    path = write("a.json", json.dumps(rows))
-    assert cells(path) == rows
-    assert [row.where for row in read_rows(path)][-1] == f"{path}, row 3000"
+def test_json_lines_and_lists_of_objects(write):
+    lines = "\n\n".join(json.dumps(row) for row in ROWS)
+    packs = {"a.jsonl": bytes, "a.json": bytes, "a.jsonl.gz": gzip.compress, "a.json.bz2": bz2.compress}
+    for name, pack in packs.items():
+        path = write(name, pack(lines.encode()))
+        assert places(path) == [("line 1", ROWS[0]), ("line 3", ROWS[1])]
+    many = [{"text": f"{number} " * 20, "label": number} for number in range(3000)]  # are read in parts
+    for rows, indent in ((ROWS, None), (ROWS, 2), (many, None)):
+        found = places(write("a.json", json.dumps(rows, indent=indent)))
+        assert found == [(f"row {number}", row) for number, row in enumerate(rows, 1)]
 
 
 UNUSED = ["NaN", "-Infinity", "1e999", "7" * 400, '"\\ud83d"', '["\\ud83d"]']
@@ -107,11 +110,10 @@ def test_what_json_forbids_is_refused_only_in_the_columns_that_are_read(write, v
 
 
 def test_the_first_line_of_excel_names_the_separator(write):
-    assert cells(write("a.csv", "sep=,\r\ntext,label\r\na,x\r\n")) == [{"text": "a", "label": "x"}]
-    rows = list(read_rows(write("a.tsv", "\ufeffsep=\t\r\ntext\tlabel\r\na\tx\r\n")))
-    assert [(row.where[-6:], row.cells) for row in rows] == [("line 3", {"text": "a", "label": "x"})]
-    for line in ('"sep=,"', "sep=,,", "SEP=, "):  # as programs save it again
-        assert cells(write("a.csv", f"{line}\ntext,label\na,x\n")) == [{"text": "a", "label": "x"}]
+    row = {"text": "a", "label": "x"}
+    for line in ("sep=,", '"sep=,"', "sep=,,", "SEP=, "):  # also as programs save it again
+        assert cells(write("a.csv", f"{line}\r\ntext,label\r\na,x\r\n")) == [row]
+    assert places(write("a.tsv", "\ufeffsep=\t\r\ntext\tlabel\r\na\tx\r\n")) == [("line 3", row)]
     assert fault(write("a.csv", "sep=;\na;b\n1;2\n")).startswith(", line 1: semicolon-separated")
 
 
@@ -135,29 +137,12 @@ def test_a_sign_that_begins_comments_elsewhere_is_a_token(write):
     assert [row["tags"] for row in found] == [["SYM", "X"], ["#"]]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.conll", "a.txt", "a.conllu", "a.csv.gz"])
-def test_a_pointer_of_git_lfs_is_no_table(write, name):
-    assert fault(write(name, POINTER)).startswith(": a pointer of Git LFS in place of the file: run git lfs install")
+def test_a_pointer_of_git_lfs_is_no_table(write):
     packed = gzip.compress(POINTER.encode())
-    assert ": a pointer of Git LFS" in fault(write(f"b{name}.gz".replace(".gz.gz", ".gz"), packed))
-
-
-def test_csv_keeps_what_quotes_hold(write):
-    path = write("a.csv", "\ufeff" + as_csv(ROWS) + "\r\n" + "last,one")
-    assert cells(path) == [*ROWS, {"text": "last", "label": "one"}]
-    assert [row.where for row in read_rows(path)] == [f"{path}, line {line}" for line in (2, 3, 6)]
-    assert columns_of(path) == ["text", "label"]
-
-
-def test_a_blank_line_between_rows_of_one_csv_column_is_an_empty_cell(write):
-    rows = list(read_rows(write("a.csv", "text\none\n\ntwo\n\n\n")))
-    found = [(row.where[-6:], row.cells["text"]) for row in rows]
-    assert found == [("line 2", "one"), ("line 3", ""), ("line 4", "two")]
-
-
-def test_tsv_has_no_quotes_and_only_newlines_end_a_line(write):
-    path = write("a.tsv", '\ufefftext\tlabel\r\n"open\x85 and\u2028 so on\tx\r\n\t""\n')
-    assert cells(path) == [{"text": '"open\x85 and\u2028 so on', "label": "x"}, {"text": "", "label": '""'}]
+    for name in ("a.jsonl", "a.json", "a.csv", "a.tsv", "a.conll", "a.txt", "a.conllu", "a.csv.gz"):
+        said = ": a pointer of Git LFS in place of the file: run git lfs install"
+        assert fault(write(name, POINTER)).startswith(said)
+        assert ": a pointer of Git LFS" in fault(write(f"b{name.removesuffix('.gz')}.gz", packed))
 
 
 def test_parquet(write, tmp_path):
@@ -172,14 +157,10 @@ def test_parquet(write, tmp_path):
     assert ": damaged, or not a Parquet file" in fault(write("b.parquet", "PAR1 no"))
     assert fault(write("c.parquet.gz", "")) == ": compressed Parquet; uncompress the file"
     assert fault(path, ["txt"]) == ", row 1: no column 'txt', it has n, tags, text; did you mean 'text'?"
-
-
-def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    path = str(tmp_path / "a.parquet")
-    parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, ["text", "label", "text"]), path)
+    texts = pyarrow.array(["a"])
+    parquet.write_table(pyarrow.Table.from_arrays([texts] * 3, ["text", "label", "text"]), path)
     assert fault(path) == ": column 'text' is twice in the header; rename one"
-    struct = pyarrow.StructArray.from_arrays([pyarrow.array(["a"])] * 2, ["t", "t"])
+    struct = pyarrow.StructArray.from_arrays([texts] * 2, ["t", "t"])
     parquet.write_table(pyarrow.Table.from_arrays([struct], ["answers"]), path)
     assert "duplicate field names" in fault(path)
 
@@ -194,9 +175,7 @@ def test_conll(write):
         {"tokens": ["last"], "tags": ["O"]},
     ]
     for name in ("a.conll", "a.txt"):
-        path = write(name, CONLL)
-        assert cells(path) == expected
-        assert [row.where for row in read_rows(path)] == [f"{path}, line {line}" for line in (3, 7, 9)]
+        assert places(write(name, CONLL)) == [*zip(("line 3", "line 7", "line 9"), expected, strict=True)]
     found = cells(write("b.conll", "New York\tO\n\u00a0x\u2028\tB-A\n"))
     assert found == [{"tokens": ["New York", "\u00a0x\u2028"], "tags": ["O", "B-A"]}]
     assert cells(write("c.conll", "only\ntokens\n\nhere\n")) == [{"tokens": ["only", "tokens"]}, {"tokens": ["here"]}]
@@ -205,15 +184,10 @@ def test_conll(write):
 
 
 def test_conllu_gives_words_and_parts_of_speech(write):
-    lines = [
-        "# text = vámonos",
-        "1-2\tvámonos" + "\t_" * 8,
-        "1\tvamos\tir\tVERB" + "\t_" * 6,
-        "2\tnos\tyo\tPRON" + "\t_" * 6,
-    ]
-    path = write("a.conllu", "\n".join([*lines, "2.1\tx\tx\tX" + "\t_" * 6, ""]))
-    assert cells(path) == [{"tokens": ["vamos", "nos"], "tags": ["VERB", "PRON"]}]
-    assert next(read_rows(path)).where == f"{path}, line 3"
+    first = ["# text = vámonos", "1-2\tvámonos" + "\t_" * 8]
+    words = [word + "\t_" * 6 for word in ("1\tvamos\tir\tVERB", "2\tnos\tyo\tPRON", "2.1\tx\tx\tX")]
+    path = write("a.conllu", "\n".join([*first, *words, ""]))
+    assert places(path) == [("line 3", {"tokens": ["vamos", "nos"], "tags": ["VERB", "PRON"]})]
     assert fault(write("b.conllu", "EU B-ORG\n")).startswith(", line 1: 1 columns, expected the 10 of CoNLL-U")
 
 
@@ -222,22 +196,18 @@ QUESTIONS = [
     {"id": "q2", "question": "When?", "answers": [], "is_impossible": True},
     {"id": "q3", "question": "Why?"},
 ]
-ASKED = {"title": "U", "paragraphs": [{"context": "Ada wrote it.", "qas": QUESTIONS}]}
+CONTEXT = {"context": "Ada wrote it."}
+ASKED = {"title": "U", "paragraphs": [CONTEXT | {"qas": QUESTIONS}]}
 SQUAD = {"version": "v2.0", "data": [{"title": "T", "paragraphs": []}, ASKED]}
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-def test_squad(write, indent):
-    path = write("dev-v2.0.json", json.dumps(SQUAD, indent=indent))
-    context = "Ada wrote it."
-    answers = {"text": ["Ada", "Ada"], "answer_start": [0, 0]}
-    flat = [
-        {"id": "q1", "question": "Who?", "context": context, "answers": answers},
-        {"id": "q2", "question": "When?", "context": context, "answers": {"text": [], "answer_start": []}},
-        {"id": "q3", "question": "Why?", "context": context},
-    ]
-    assert cells(path) == flat
-    assert [row.where for row in read_rows(path)][1] == f"{path}, question q2"
+def test_squad(write):
+    several = ({"text": ["Ada", "Ada"], "answer_start": [0, 0]}, {"text": [], "answer_start": []})
+    flat = [{"id": row["id"], "question": row["question"]} | CONTEXT for row in QUESTIONS]
+    flat[:2] = [row | {"answers": answers} for row, answers in zip(flat[:2], several, strict=True)]
+    for indent in (None, 1):
+        found = places(write("dev-v2.0.json", json.dumps(SQUAD, indent=indent)))
+        assert found == [(f"question {row['id']}", row) for row in flat]
     assert cells(write("flat.jsonl", "\n".join(map(json.dumps, flat)))) == flat
 
 
@@ -299,34 +269,27 @@ def test_faults_name_file_and_line(write, name, content, expected):
     assert fault(write(name, content), columns).startswith(expected)
 
 
-def test_columns_that_a_row_lacks(write):
+def test_columns_that_a_row_lacks_a_missing_file_a_folder_and_a_cut_off_one(write, tmp_path):
     assert fault(write("a.csv", "label\n1\n"), ["text"]) == ", line 2: no column 'text', it has label"
     lines = write("a.jsonl", '{"text": 1}\n{"txt": 1}')
     assert fault(lines, ["text"]) == ", line 2: no column 'text', it has txt; did you mean 'txt'?"
     assert fault(write("a.conll", "only\ntokens"), ["tags"]) == ", line 1: no column 'tags', it has tokens"
-
-
-def test_a_missing_file_a_folder_and_a_cut_off_one(write, tmp_path):
-    assert fault(str(tmp_path / "none.csv")) == ": No such file or directory; give a readable file"
-    assert fault(str(tmp_path / "none.parquet")) == ": No such file or directory; give a readable file"
+    for name in ("none.csv", "none.parquet"):
+        assert fault(str(tmp_path / name)) == ": No such file or directory; give a readable file"
     (tmp_path / "folder.csv").mkdir()
     assert fault(str(tmp_path / "folder.csv")) == ": Is a directory; give a readable file"
     packed = gzip.compress(b"text\n" + os.urandom(1000).hex().encode() + b"\n")
-    assert fault(write("a.csv.gz", packed[:-100])).startswith(": damaged or cut off after")
+    assert fault(write("b.csv.gz", packed[:-100])).startswith(": damaged or cut off after")
 
 
 WORDS = "some words " * 100
+PIPED = [
+    *(("a.jsonl", "", f'{{"text": "{WORDS}", "label": 1}}\n'), ("a.csv", "text,label\n", f'"{WORDS}",1\n')),
+    *(("a.tsv", "text\tlabel\n", f"{WORDS}\t1\n"), ("a.conll", "", f"{WORDS}\tO\n\n")),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "header", "row"),
-    [
-        ("a.jsonl", "", f'{{"text": "{WORDS}", "label": 1}}\n'),
-        ("a.csv", "text,label\n", f'"{WORDS}",1\n'),
-        ("a.tsv", "text\tlabel\n", f"{WORDS}\t1\n"),
-        ("a.conll", "", f"{WORDS}\tO\n\n"),
-    ],
-)
+@pytest.mark.parametrize(("name", "header", "row"), PIPED)
 def test_rows_of_a_pipe_are_read_in_constant_memory(tmp_path, name, header, row):
     """16 MB in all, of which Python holds a few blocks of a megabyte at a time."""
     path, count = tmp_path / name, 16_000_000 // len(row)

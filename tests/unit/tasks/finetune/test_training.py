@@ -1,10 +1,12 @@
 """One run: what it learns, what decides it, the schedule, deterministic operators, and ranks."""
 
 from dataclasses import asdict, replace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import matthews_corrcoef
 from torch import nn
 
 from megatron_ddrp.config import ModelConfig
@@ -42,14 +44,11 @@ def rows(count, seed, regression=False):
     """Rows of random pieces; class 1 ends in three pieces 19, a number is their count."""
     rng = np.random.default_rng(seed)
     pieces = [rng.integers(3, 19, rng.integers(3, 9)).tolist() for _ in range(count)]
-    counts = rng.integers(0, 2, count) if not regression else rng.integers(0, 6, count)
-    for row, number in zip(pieces, counts, strict=True):
-        row.extend([19] * int(number) * (1 if regression else 3))
-    dtype = np.float64 if regression else np.int64
+    counts = rng.integers(0, 6 if regression else 2, count)
     writer = RowWriter(pad_id=0)
-    for row in pieces:
-        writer.add(row)
-    return writer.rows(counts.astype(dtype))
+    for row, number in zip(pieces, counts, strict=True):
+        writer.add(row + [19] * int(number) * (1 if regression else 3))
+    return writer.rows(counts.astype(np.float64 if regression else np.int64))
 
 
 def classifier(task, encoder, seed=1):
@@ -61,24 +60,22 @@ def make_run(task="CoLA", seed=1, epochs=6, lr=3e-2, batch=8, micro=8, **more):
     return TuningRun(task, batch, lr, epochs, seed, 128, encoder="e", data="d", micro_batch_size=micro, **more)
 
 
-def do(task="CoLA", seed=1, dropout=0.1, **more):
+def do(task="CoLA", seed=1, **more):
     torch.manual_seed(0)
-    encoder = BagOfPieces()
-    encoder.dropout.p = dropout
     regression = task == "STS-B"
     train, dev = rows(96, 0, regression), {"dev": rows(41, 1, regression)}
-    model = classifier(task, encoder, seed)
-    return dev, training.finetune(make_run(task, seed, **more), TASKS[task], model, train, dev)
+    model = classifier(task, BagOfPieces(), seed)
+    torch.rand(more.pop("drawn_before", 0))
+    return dev["dev"], training.finetune(make_run(task, seed, **more), TASKS[task], model, train, dev)
 
 
-def test_learns_a_separable_task_whose_score_is_the_metric_of_the_predictions():
-    from sklearn.metrics import matthews_corrcoef
-
+def test_learns_a_separable_task_whose_score_is_the_metric_of_the_predictions_and_a_seed_fixes_everything():
     dev, result = do()
-    assert result.scores["dev"][-1] > 0.8
-    assert result.scores["dev"][-1] == matthews_corrcoef(dev["dev"].targets, result.predictions["dev"])
-    assert result.steps == 6 * 12
-    assert len(result.scores["dev"]) == 6
+    scores, predictions = result.scores["dev"], result.predictions["dev"]
+    assert scores[-1] > 0.8 and scores[-1] == matthews_corrcoef(dev.targets, predictions)
+    assert result.steps == 6 * 12 and len(scores) == 6
+    _, again = do()
+    assert again.scores["dev"] == scores and (again.predictions["dev"] == predictions).all()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -88,25 +85,11 @@ def test_learns_a_regression(precision):
     assert result.predictions["dev"].dtype == np.float64
 
 
-def test_a_seed_fixes_everything():
-    first, second = (do(seed=1)[1] for _ in range(2))
-    assert first.scores == second.scores
-    assert (first.predictions["dev"] == second.predictions["dev"]).all()
-    number, again, other = (do("STS-B", seed, epochs=1)[1].predictions["dev"] for seed in (1, 1, 2))
-    assert (number == again).all()
-    assert (number != other).any()
-
-
-def test_nothing_but_the_seed_fixes_it():
+def test_nothing_but_the_seed_fixes_a_run():
     """What torch's generator was left at by an earlier run must not matter."""
-    first = do("STS-B", epochs=1)[1].predictions["dev"]
-    torch.manual_seed(0)
-    encoder = BagOfPieces()
-    model = classifier("STS-B", encoder)
-    torch.rand(7)
-    run, dev = make_run("STS-B", epochs=1), {"dev": rows(41, 1, True)}
-    again = training.finetune(run, TASKS["STS-B"], model, rows(96, 0, True), dev)
-    assert (again.predictions["dev"] == first).all()
+    found = [do("STS-B", 1, epochs=1), do("STS-B", 1, epochs=1, drawn_before=7), do("STS-B", 2, epochs=1)]
+    number, again, other = (result.predictions["dev"] for _, result in found)
+    assert (number == again).all() and (number != other).any()
 
 
 def test_training_that_diverged_has_no_prediction_and_no_score():
@@ -125,17 +108,18 @@ def tuning(micro=8, dropout=0.0, **more):
     return result
 
 
+def moments(one):
+    return [one.optimizer.state[weight]["exp_avg"] for weight in one.weights.values()]
+
+
 def test_a_batch_is_the_sum_of_its_micro_batches():
     """One pass over a batch or several, as the optimizer remembers their gradients; the second batch is short."""
-    moments = []
-    for micro in (8, 2, 3):
-        one = tuning(micro)
+    several = [tuning(micro) for micro in (8, 2, 3)]
+    for one in several:
         one.step(np.arange(8))
         one.step(np.arange(8, 13))
-        moments.append([one.optimizer.state[p]["exp_avg"] for p in one.weights.values()])
-    for other in moments[1:]:
-        torch.testing.assert_close(other, moments[0], rtol=1e-4, atol=1e-7)
-    assert all(moment.abs().sum() > 0 for moment in moments[0])
+        torch.testing.assert_close(moments(one), moments(several[0]), rtol=1e-4, atol=1e-7)
+    assert all(moment.abs().sum() > 0 for moment in moments(several[0]))
 
 
 def test_dropout_has_a_seed_of_seed_step_and_micro_batch(monkeypatch):
@@ -147,17 +131,13 @@ def test_dropout_has_a_seed_of_seed_step_and_micro_batch(monkeypatch):
     assert (weights() == weights()).all()
     assert (weights() != weights(seed=2)).any()
     assert (weights(micro=4) != weights(micro=8)).any()
-
-    def seeds():
-        drawn = []
-        monkeypatch.setattr(training, "seed_draws", lambda seed, device: drawn.append(seed))
+    drawn = []
+    monkeypatch.setattr(training, "seed_draws", lambda seed, device: drawn.append(seed))
+    for _ in range(2):
         one = tuning(micro=4, dropout=0.5)
         for _ in range(2):
             one.step(np.arange(8))
-        return drawn
-
-    first = seeds()
-    assert len(first) == len(set(first)) == 4 and seeds() == first
+    assert drawn[:4] == drawn[4:] and len(set(drawn)) == 4
 
 
 def test_biases_do_not_decay_and_matrices_do():
@@ -172,21 +152,19 @@ def test_biases_do_not_decay_and_matrices_do():
     }
 
 
-@pytest.mark.parametrize(("factor", "is_clipped"), [(1e3, True), (1e-3, False)])
-def test_gradients_are_clipped_to_a_norm_of_one(factor, is_clipped):
+def test_gradients_are_clipped_to_a_norm_of_one():
     """Adam's step forgets a gradient's size; its first moment after one step is a tenth of the gradient."""
-    one = tuning()
-    with torch.no_grad():
-        one.model.head.classifier.weight.mul_(factor)
-    one.step(np.arange(8))
-    moments = [one.optimizer.state[weight]["exp_avg"] for weight in one.weights.values()]
-    norm = 10 * torch.cat([moment.flatten() for moment in moments]).norm().item()
-    assert norm == pytest.approx(1, rel=1e-4) if is_clipped else 0 < norm < 0.99
+    for factor, is_clipped in ((1e3, True), (1e-3, False)):
+        one = tuning()
+        with torch.no_grad():
+            one.model.head.classifier.weight.mul_(factor)
+        one.step(np.arange(8))
+        norm = 10 * torch.cat([moment.flatten() for moment in moments(one)]).norm().item()
+        assert norm == pytest.approx(1, rel=1e-4) if is_clipped else 0 < norm < 0.99
 
 
 def test_every_dev_row_is_scored_once_without_dropout():
-    one = tuning(dropout=0.1)
-    dev = rows(131, 3)
+    one, dev = tuning(dropout=0.1), rows(131, 3)
     first = one.predict(dev)
     assert sorted(one.model.encoder.rows_seen) == list(range(131))
     assert (one.predict(dev) == first).all()
@@ -219,35 +197,38 @@ def test_half_precision_leaves_rotary_frequencies_as_they_are():
     assert before and all((dict(rotary.named_buffers())[name] == buffer).all() for name, buffer in before.items())
 
 
-NAMES = {
-    "encoder.model.embeddings.token.weight": 0,
-    "encoder.model.embeddings.position.distance": 0,
-    "encoder.model.layers.0.attention.query.weight": 1,
-    "encoder.model.encoder.layer.1.output.dense.bias": 2,
-    "pooler.weight": 3,
-    "head.classifier.bias": 3,
-}
+def test_layerwise_decay_divides_the_rate_by_depth():
+    one = tuning(layerwise_lr_decay=0.5, lr=1.0)
+    one.step(np.arange(8))
+    rate = training.learning_rate_factor(0, one.total)
+    rates = {id(p): group["lr"] for group in one.optimizer.param_groups for p in group["params"]}
+    names = ("head.classifier.weight", "head.pooler.dense.bias", "encoder.embedding.weight")
+    assert [rates[id(one.weights[name])] for name in names] == [rate, rate, 0.5 * rate]
+    depths = {"encoder.model.embeddings.token.weight": 0, "encoder.model.embeddings.position.distance": 0}
+    depths |= {"encoder.model.layers.0.attention.query.weight": 1, "encoder.model.encoder.layer.1.output.dense.bias": 2}
+    depths |= {"pooler.weight": 3, "head.classifier.bias": 3}
+    assert training.layer_depths(depths) == depths
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_numbers_of_any_size_are_learned_and_the_model_returns_them(precision):
     """Prices: a thousand times the steps of this rate would not reach 300,000."""
     torch.manual_seed(0)
-    counts, dev = rows(96, 0, True), rows(41, 1, True)
-    prices, dev_prices = (replace(each, targets=300_000 + 20_000 * each.targets) for each in (counts, dev))
-    model = classifier("STS-B", BagOfPieces())
-    run = make_run("STS-B", precision=precision, scales_labels=True)
-    result = training.finetune(run, TASKS["STS-B"], model, prices, {"dev": dev_prices})
+    counted = (rows(96, 0, True), rows(41, 1, True))
+    prices, dev = (replace(each, targets=300_000 + 20_000 * each.targets) for each in counted)
+
+    def learned(run):
+        return training.finetune(run, TASKS["STS-B"], classifier("STS-B", BagOfPieces()), prices, {"dev": dev})
+
+    result = learned(make_run("STS-B", precision=precision, scales_labels=True))
     predicted = result.predictions["dev"]
     assert result.scores["dev"][-1] > 0.7
-    assert np.sqrt(np.mean((predicted - dev_prices.targets) ** 2)) < 0.7 * dev_prices.targets.std()
-    batch = pad_batch(dev_prices, np.arange(len(dev))).map(torch.from_numpy)
+    assert np.sqrt(np.mean((predicted - dev.targets) ** 2)) < 0.7 * dev.targets.std()
+    batch = pad_batch(dev, np.arange(len(dev))).map(torch.from_numpy)
     with torch.no_grad():
         told = result.model.eval()(batch)[:, 0].double().numpy()
     np.testing.assert_allclose(told, predicted, rtol=1e-6 if precision == "fp32" else 0.01)
-    model = classifier("STS-B", BagOfPieces())
-    raw = training.finetune(make_run("STS-B"), TASKS["STS-B"], model, prices, {"dev": dev_prices})
-    assert raw.predictions["dev"].max() < 10_000
+    assert learned(make_run("STS-B")).predictions["dev"].max() < 10_000
 
 
 def test_scaled_labels_identify_a_run_and_raw_ones_keep_their_names():
@@ -256,40 +237,29 @@ def test_scaled_labels_identify_a_run_and_raw_ones_keep_their_names():
     assert TuningRun.of_row({k: v for k, v in asdict(make_run()).items() if k != "scales_labels"}) == make_run()
 
 
-def test_layerwise_decay_divides_the_rate_by_depth():
-    one = tuning(layerwise_lr_decay=0.5, lr=1.0)
-    one.step(np.arange(8))
-    rate = training.learning_rate_factor(0, one.total)
-    rates = {id(p): group["lr"] for group in one.optimizer.param_groups for p in group["params"]}
-    assert rates[id(one.weights["head.classifier.weight"])] == rates[id(one.weights["head.pooler.dense.bias"])] == rate
-    assert rates[id(one.weights["encoder.embedding.weight"])] == 0.5 * rate
-    assert training.layer_depths(NAMES) == NAMES
-
-
-@pytest.mark.parametrize(
-    ("name", "table", "expected"), [("ddrp", "shared", 1), ("ddrp", "per-layer", 2), ("t5", None, 0)]
-)
-def test_weight_decay_spares_the_gains_of_an_encoding_as_pretraining_does(name, table, expected):
-    more = {"relative_table": table} if table else {}
-    config = ModelConfig(2, 8, 2, vocab_size=20, seq_length=16, position_encoding=name, **more)
-    model = training.TaskModel(TrainedEncoder(build_model(config)), 8, SEQUENCE, 2)
-    one = training.FineTuning(make_run(), TASKS["CoLA"], model, rows(16, 0))
-    decayed = {id(p) for group in one.optimizer.param_groups for p in group["params"] if group["weight_decay"]}
-    spared = [place for place, weight in one.weights.items() if weight.ndim >= 2 and id(weight) not in decayed]
-    assert spared == [place for place in one.weights if place.endswith(".position.direction")]
-    assert len(spared) == expected
-    before = names_without_decay(build_model(config))
-    assert len([name for name in before if name.endswith(".position.direction")]) == expected
+def test_weight_decay_spares_the_gains_of_an_encoding_as_pretraining_does():
+    ddrp = {"position_encoding": "ddrp"}
+    for settings, expected in (
+        (ddrp | {"relative_table": "shared"}, 1),
+        (ddrp | {"relative_table": "per-layer"}, 2),
+        ({"position_encoding": "t5"}, 0),
+    ):
+        config = ModelConfig(2, 8, 2, vocab_size=20, seq_length=16, **settings)
+        model = training.TaskModel(TrainedEncoder(build_model(config)), 8, SEQUENCE, 2)
+        one = training.FineTuning(make_run(), TASKS["CoLA"], model, rows(16, 0))
+        decayed = {id(p) for group in one.optimizer.param_groups for p in group["params"] if group["weight_decay"]}
+        spared = [place for place, weight in one.weights.items() if weight.ndim >= 2 and id(weight) not in decayed]
+        assert spared == [place for place in one.weights if place.endswith(".position.direction")]
+        before = names_without_decay(build_model(config))
+        assert len(spared) == len([n for n in before if n.endswith(".position.direction")]) == expected
 
 
 def test_learning_rate_rises_for_a_tenth_and_falls_to_zero():
     factors = [training.learning_rate_factor(step, 100) for step in range(100)]
-    assert max(factors) == factors[9] == factors[10] == 1.0
-    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == factors[9] == factors[10] == training.learning_rate_factor(0, 1) == 1.0
+    assert factors[0] == pytest.approx(0.1) and 0 < factors[-1] < 0.02
     assert np.allclose(np.diff(factors[:10]), 0.1)
     assert np.allclose(np.diff(factors[10:]), -1 / 90)
-    assert 0 < factors[-1] < 0.02
-    assert training.learning_rate_factor(0, 1) == 1.0
 
 
 GPU = torch.device("cuda")
@@ -321,8 +291,7 @@ class PutBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        places = torch.arange(gradient.numel())
-        return torch.zeros_like(gradient).put_(places, gradient.flatten())
+        return torch.zeros_like(gradient).put_(torch.arange(gradient.numel()), gradient.flatten())
 
 
 class Encoder(nn.Module):
@@ -341,8 +310,7 @@ class Encoder(nn.Module):
 def tune(puts, precision="fp32"):
     """Do one run of 3 epochs in micro-batches of half a batch; return its weights and predictions."""
     torch.manual_seed(0)
-    writer = RowWriter(0)
-    random = np.random.default_rng(0)
+    random, writer = np.random.default_rng(0), RowWriter(0)
     for length in random.integers(3, 9, 16):
         writer.add(random.integers(1, 20, length).tolist())
     rows = writer.rows(np.arange(16) % 2)
@@ -354,38 +322,25 @@ def tune(puts, precision="fp32"):
 
 def test_the_bar_of_a_run_counts_the_batches_of_training_and_of_every_prediction(monkeypatch):
     """3 epochs of 2 steps, and after each epoch one batch of 16 development rows, 64 at most."""
-    shown = []
-
-    class Bar:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def update(self, count=1):
-            shown[0]["moved"] += count
-
-    def made(unit, total, doing, show):
-        shown.append({"unit": unit, "total": total, "doing": doing, "show": show, "moved": 0})
-        return Bar()
-
+    made = MagicMock()
     monkeypatch.setattr(training, "progress", made)
     monkeypatch.setattr(training.multiprocessing, "parent_process", lambda: None)  # also where the tests run in a fork
     tune(puts=False)
-    assert shown == [{"unit": "batch", "total": 9, "doing": "t seed 1", "show": True, "moved": 9}]
+    made.assert_called_once_with("batch", 9, "t seed 1", show=True)
+    bar = made.return_value.__enter__.return_value
+    assert sum(moved.args[0] if moved.args else 1 for moved in bar.update.call_args_list) == 9
 
 
-@pytest.mark.parametrize("before", [(False, False, True), (True, True, False), (True, False, True)])
-def test_settings_are_put_back_as_they_were(before):
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    torch.utils.deterministic.fill_uninitialized_memory = before[2]
-    with pytest.raises(KeyError), training.deterministic(GPU):
-        assert settings() == (True, False, False)
-        raise KeyError
-    assert settings() == before
-    with training.deterministic(torch.device("cpu")):
+def test_settings_are_put_back_as_they_were():
+    for before in ((False, False, True), (True, True, False), (True, False, True)):
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = before[2]
+        with pytest.raises(KeyError), training.deterministic(GPU):
+            assert settings() == (True, False, False)
+            raise KeyError
         assert settings() == before
+        with training.deterministic(torch.device("cpu")):
+            assert settings() == before
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
