@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from megatron_ddrp.tasks.finetune import tables as figure
 from megatron_ddrp.tasks.finetune.metrics import drawn_rows
@@ -23,7 +24,6 @@ from megatron_ddrp.tasks.finetune.runs import (
 )
 from megatron_ddrp.tasks.finetune.tables import all_tables, differences, gains, page, summary, write_report
 from megatron_ddrp.tasks.glue import GLUE, PAPER_ROWS, PAPER_TASKS, TASKS, main
-from megatron_ddrp.tasks.statistics import student_interval
 from tests.refusals import refused
 from tests.unit.tasks.conftest import finished, scored_folder
 
@@ -39,52 +39,42 @@ def table(rows):
     return page(cells, GLUE, all_tables(cells, GLUE, Items(GLUE)))
 
 
-def average(cells):
-    return GLUE.means(cells)["average of 8"]
-
-
-SHOWN = {
-    "new weights in an old folder are another row": (
-        [row(), row(score=0.7, encoder="f" * 16)],
-        {"base (eeeeeeee)": [0.5], "base (ffffffff)": [0.7]},
-    ),
-    "one encoder under two paths is one row": (
-        [row(load="runs/a"), row(score=0.7, seed=2, load="/data/runs/a")],
-        {"/data/runs/a": [0.5, 0.7]},
-    ),
-    "other data": ([row(score=0.9), row(score=0.1, data="x")], {"base": [0.1]}),
-    "fewer rows": ([row(score=0.9, seed=2), row(score=0.1, max_train_examples=100)], {"base": [0.1]}),
-    "the same run in two folders": ([row(), row()], {"base": [0.5]}),
-    "all seeds beat a lucky one": (
-        [row(score=0.5, seed=seed) for seed in range(5)] + [row(score=0.9, lr=3e-5)],
-        {"base": [0.5] * 5},
-    ),
-    "the best median": (
+SHOWN = [
+    # New weights in an old folder are another row, and one encoder under two paths is one.
+    ([row(), row(score=0.7, encoder="f" * 16)], {"base (eeeeeeee)": [0.5], "base (ffffffff)": [0.7]}),
+    ([row(load="runs/a"), row(score=0.7, seed=2, load="/data/runs/a")], {"/data/runs/a": [0.5, 0.7]}),
+    # Other data, fewer rows, the same run in two folders.
+    ([row(score=0.9), row(score=0.1, data="x")], {"base": [0.1]}),
+    ([row(score=0.9, seed=2), row(score=0.1, max_train_examples=100)], {"base": [0.1]}),
+    ([row(), row()], {"base": [0.5]}),
+    # All seeds beat a lucky one; the best median.
+    ([row(seed=seed) for seed in range(5)] + [row(score=0.9, lr=3e-5)], {"base": [0.5] * 5}),
+    (
         [row(score=(0.1, 0.9, 0.5, 0.6, 0.6, 0.2)[n], seed=n % 3, lr=(1e-5, 2e-5)[n // 3]) for n in range(6)],
         {"base": [0.6, 0.6, 0.2]},
     ),
-}
+]
 """Runs, and the scores that the table shows for each encoder."""
 
 
-@pytest.mark.parametrize(("rows", "expected"), SHOWN.values(), ids=SHOWN)
-def test_the_runs_that_count(rows, expected):
-    cells = best_cells(rows)
-    assert {name: tasks["RTE"].scores for name, tasks in cells.items()} == expected
-    for name, scores in expected.items():
-        assert f"| {name} | {100 * cells[name]['RTE'].median:.2f} |" in table(rows)
-        assert cells[name]["RTE"].median == statistics.median(scores)
+def test_the_runs_that_count():
+    for rows, expected in SHOWN:
+        cells, text = best_cells(rows), table(rows)
+        assert {name: tasks["RTE"].scores for name, tasks in cells.items()} == expected
+        for name, scores in expected.items():
+            assert f"| {name} | {100 * cells[name]['RTE'].median:.2f} |" in text
+            assert cells[name]["RTE"].median == statistics.median(scores)
 
 
 def test_undefined_scores_count_as_0_and_are_marked():
     rows = [row("CoLA", score, seed) for seed, score in enumerate((None, 0.2, 0.4))]
-    assert best_cells(rows)["base"]["CoLA"].median == pytest.approx(0.2)
-    assert "| base | 20.00 (1 undefined) |" in table(rows)
-    assert "| base | CoLA | matthews | 20.00 | 0.00 to 40.00 |  | 20.00 | 3 | 1 |" in table(rows)
+    cells, text = best_cells(rows), table(rows)
+    assert cells["base"]["CoLA"].median == pytest.approx(0.2)
+    assert "| base | 20.00 (1 undefined) |" in text
+    assert "| base | CoLA | matthews | 20.00 | 0.00 to 40.00 |  | 20.00 | 3 | 1 |" in text
+    assert summary(cells, GLUE, Items(GLUE))["encoders"]["base"]["tasks"]["CoLA"]["undefined"] == 1
     assert "| base | 0.00 (1 undefined) |" in table([row("CoLA", None)])
-    assert summary(best_cells(rows), GLUE, Items(GLUE))["encoders"]["base"]["tasks"]["CoLA"]["undefined"] == 1
-    rows = [row("CoLA", None), row("CoLA", 0.0, lr=2e-5)]
-    assert best_cells(rows)["base"]["CoLA"].undefined == 0
+    assert best_cells([row("CoLA", None), row("CoLA", 0.0, lr=2e-5)])["base"]["CoLA"].undefined == 0
     rows = [row("CoLA", score, seed) for seed, score in enumerate((0.1, None, 0.3))]
     rows += [row("CoLA", 0.1, seed, load="r", encoder="r") for seed in range(3)]
     assert differences(best_cells(rows), Items(GLUE))[0].seeds.values == pytest.approx([0.0, -0.1, 0.2])
@@ -94,25 +84,20 @@ def best_point_by_hand(points):
     """Grid point → its scores (None = undefined); a plain loop over scores of 0 for what is undefined."""
     best, best_middle = None, -math.inf
     for point, scores in points.items():
-        ordered = sorted(0.0 if score is None else score for score in scores)
-        middle = ordered[len(ordered) // 2]
+        middle = sorted(0.0 if score is None else score for score in scores)[len(scores) // 2]
         if middle > best_middle:
             best, best_middle = point, middle
     return best
 
 
-@pytest.mark.parametrize(
-    ("points", "expected"),
-    [
-        ({1e-5: (0.50, None, None, None, None), 2e-5: (0.45,) * 5}, 2e-5),
+def test_collapsed_seeds_count_in_the_choice_of_the_grid_point():
+    for points, expected in (
+        ({1e-5: (0.50, None, None, None, None), 2e-5: (0.45,) * 5}, 2e-5),  # one seed at 0.50 beside four collapsed
         ({1e-5: (0.50, 0.50, 0.50, None, None), 2e-5: (0.45,) * 5}, 1e-5),
-        ({1e-5: (-0.1, -0.1, -0.1), 2e-5: (None, None, None)}, 2e-5),
-    ],
-    ids=["one seed at 0.50 beside four collapsed", "three at 0.50", "worse than a constant guess"],
-)
-def test_collapsed_seeds_count_in_the_choice_of_the_grid_point(points, expected):
-    rows = [row("CoLA", score, seed, lr) for lr, scores in points.items() for seed, score in enumerate(scores)]
-    assert best_cells(rows)["base"]["CoLA"].rows[0]["lr"] == expected == best_point_by_hand(points)
+        ({1e-5: (-0.1, -0.1, -0.1), 2e-5: (None, None, None)}, 2e-5),  # worse than a constant guess
+    ):
+        rows = [row("CoLA", score, seed, lr) for lr, scores in points.items() for seed, score in enumerate(scores)]
+        assert best_cells(rows)["base"]["CoLA"].rows[0]["lr"] == expected == best_point_by_hand(points)
 
 
 def test_what_stands_beside_a_score():
@@ -122,15 +107,17 @@ def test_what_stands_beside_a_score():
     assert "| base | MNLI (dev_mismatched) | accuracy | 25.00 |" in table(rows)
 
 
-def full(seed=1, load="base", mismatched=0.9, **more):
-    return [
-        row(task, 0.1 * number, seed, load=load, encoder=load, **more)
-        | ({"other_scores": {"dev_mismatched": mismatched}, "other_undefined": []} if task == "MNLI" else {})
-        for number, task in enumerate(PAPER_TASKS)
-    ]
+def full(seed=1, mismatched=0.9):
+    """Runs of all tasks of the paper; the second file of MNLI has a score of its own."""
+    of_mnli = {"other_scores": {"dev_mismatched": mismatched}, "other_undefined": []}
+    scores = [(task, 0.1 * number, of_mnli if task == "MNLI" else {}) for number, task in enumerate(PAPER_TASKS)]
+    return [row(task, score, seed, **more) for task, score, more in scores]
 
 
 def test_averages_of_8_and_9_columns_need_all_of_them_and_are_never_mixed():
+    def average(rows):
+        return GLUE.means(best_cells(rows)["base"])["average of 8"]
+
     assert GLUE.means(best_cells(full())["base"]) == pytest.approx({"average of 8": 0.35, "average of 9": 3.7 / 9})
     rows = [{k: v for k, v in row.items() if k != "other_scores"} for row in full()]
     assert GLUE.means(best_cells(rows)["base"])["average of 9"] is None
@@ -138,36 +125,32 @@ def test_averages_of_8_and_9_columns_need_all_of_them_and_are_never_mixed():
     assert "| encoder | RTE | STS-B | MRPC | CoLA | SST-2 | QNLI | QQP | MNLI | average of 8 | average of 9 |" in text
     assert "| base | MNLI (mean of both) | accuracy | 80.00 |" in text
     rows = [row(task, 0.1 * number) for number, task in enumerate(PAPER_TASKS)]
-    assert average(best_cells(rows)["base"]) == pytest.approx(0.35)
-    assert average(best_cells([*rows, row("WNLI", 1.0)])["base"]) == pytest.approx(0.35)
-    assert average(best_cells(rows[1:])["base"]) is None
+    assert average(rows) == average([*rows, row("WNLI", 1.0)]) == pytest.approx(0.35)
+    assert average(rows[1:]) is None
     assert " 35.00 |" in table(rows)
     assert "average of 8 |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n" not in table(rows[1:])
-    collapsed = [*rows[:3], row("CoLA", None), *rows[4:]]
-    assert average(best_cells(collapsed)["base"]) == pytest.approx(0.35 - 0.3 / 8)
+    assert average([*rows[:3], row("CoLA", None), *rows[4:]]) == pytest.approx(0.35 - 0.3 / 8)
 
 
 def test_averages_are_those_of_medians_over_the_seeds():
     """The averages are neither those of a single seed nor means."""
     by_seed = {1: (0.2, 0.9), 2: (0.9, 0.2), 3: (0.1, 0.8), 4: (0.4, 0.5)}
-    rows = [
-        one | {"score": score} | ({"other_scores": {"dev_mismatched": other}} if one["task"] == "MNLI" else {})
-        for seed, (score, other) in by_seed.items()
-        for one in full(seed)
-    ]
+    rows = [one | {"score": score} for seed, (score, other) in by_seed.items() for one in full(seed, mismatched=other)]
     expected = {"average of 8": 0.3, "average of 9": (8 * 0.3 + 0.65) / 9}
     assert GLUE.means(best_cells(rows)["base"]) == pytest.approx(expected)
 
 
-def test_the_difference_is_paired_by_seed():
+def test_the_difference_is_paired_by_seed_with_students_interval_as_scipy_has_it():
     rows = []
     for seed, (first, second) in enumerate(((0.5, 0.4), (0.7, 0.5), (0.6, 0.5))):
         rows += [row("RTE", first, seed), row("CoLA", 0.2, seed)]
         rows += [row(t, s, seed, load="r", encoder="r") for t, s in (("RTE", second), ("CoLA", 0.1), ("MRPC", 0.9))]
     (found,) = differences(best_cells(rows), Items(GLUE))
     assert (found.first, found.second, found.tasks) == ("base", "r", ["CoLA", "RTE"][::-1])
-    assert found.seeds.values == pytest.approx([0.1, 0.15, 0.1])
-    assert found.seeds.interval == pytest.approx(student_interval([0.1, 0.15, 0.1]))
+    values = [0.1, 0.15, 0.1]
+    assert found.seeds.values == pytest.approx(values)
+    expected = stats.t.interval(0.95, 2, loc=statistics.fmean(values), scale=stats.sem(values))
+    assert found.seeds.interval == pytest.approx(expected)
     assert "## Differences" in table(rows)
 
 
@@ -197,15 +180,12 @@ def test_one_seed_tells_what_pretraining_gains_under_equal_conditions():
     assert "against random weights" not in table(rows[:2])
     assert gains(best_cells([row("RTE", 0.7), random_twin("RTE", 0.5)]))
     assert not gains(best_cells([row("RTE", 0.7), random_twin("RTE", 0.5, max_train_examples=100)]))
-
-
-@pytest.mark.parametrize("scores", [(None, 0.1), (0.4, None)])
-def test_a_gain_needs_both_scores(scores):
-    rows = [row("CoLA", scores[0]), random_twin("CoLA", scores[1])]
-    ((*_, difference),) = gains(best_cells(rows))
-    assert difference is None
-    line = next(line for line in table(rows).splitlines() if line.startswith("| base | CoLA | matthews |"))
-    assert "(1 undefined)" in line and line.endswith("| undefined |")
+    for own, of_twin in ((None, 0.1), (0.4, None)):
+        rows = [row("CoLA", own), random_twin("CoLA", of_twin)]
+        ((*_, difference),) = gains(best_cells(rows))
+        assert difference is None
+        line = next(line for line in table(rows).splitlines() if line.startswith("| base | CoLA | matthews |"))
+        assert "(1 undefined)" in line and line.endswith("| undefined |")
 
 
 def test_names_are_shown_and_not_run():
@@ -216,22 +196,17 @@ def test_names_are_shown_and_not_run():
     assert text.count(r"runs/&lt;script&gt;alert(1)&lt;/script&gt;\|\`x\` \[y\](z)") == 3
 
 
-def test_students_interval_is_scipys():
-    from scipy import stats
-
-    values = [0.02, 0.031, 0.011, 0.05, 0.027]
-    expected = stats.t.interval(0.95, 4, loc=statistics.fmean(values), scale=stats.sem(values))
-    assert student_interval(values) == pytest.approx(expected)
-
-
-def test_the_papers_rows_are_marked_and_average_as_printed():
+def test_the_papers_rows_are_marked_and_average_as_printed_and_its_runs_are_480_a_checkpoint():
     for name, scores, average_of_8 in PAPER_ROWS:
         assert statistics.fmean(scores) == pytest.approx(average_of_8, abs=0.011), name
-    assert "(paper)" not in table([row(dev_examples=21)]), "scores on other data are not for the same table"
-    assert "| 21 (official: 277) |" in table([row(dev_examples=21)])
+    text = table([row(dev_examples=21)])
+    assert "(paper)" not in text, "scores on other data are not for the same table"
+    assert "| 21 (official: 277) |" in text
     text = table([row()])
     assert "| DDRP (MTH) 1M steps (paper) | 75.09 |" in text
     assert text.index("Scores printed in the paper") > text.index("| base |")
+    assert len(Search().points) * Search().seeds * 8 == 480
+    assert Search(grid="quick").points == (Point(32, 3e-5, 4),)
 
 
 def test_the_report_is_text_numbers_and_a_figure(tmp_path):
@@ -252,17 +227,13 @@ def drawn(rows, title="GLUE"):
     return figure.draw(cells, task_order(cells, GLUE.order), title)
 
 
-def test_an_undefined_score_is_a_cross_at_the_edge_and_not_a_dot_at_0():
-    rows = [row(score=score, seed=seed) for seed, score in enumerate((None, 0.8, 0.9))]
-    (axes,) = drawn(rows).axes
+def test_an_undefined_score_is_a_cross_at_the_edge_and_not_a_dot_at_0_and_the_legend_says_as_what_it_counts():
+    (axes,) = drawn([row(score=score, seed=seed) for seed, score in enumerate((None, 0.8, 0.9))]).axes
     dots, cross = axes.lines
     assert list(dots.get_ydata()) == [80, 90]
     assert cross.get_marker() == "x" and list(cross.get_ydata()) == [figure.BOTTOM]
     assert cross.get_transform() == axes.get_xaxis_transform()
     assert 60 < axes.get_ylim()[0] < 80
-
-
-def test_the_legend_says_as_what_an_undefined_score_counts():
     undefined = [row(score=None), row(score=0.8, seed=2)]
     worst = [row("CoLA", -1.0, undefined=True), row("CoLA", -0.5, seed=2)]
     for rows, value in ((undefined, "0"), (worst, "-100"), (undefined + worst, "-100 or 0")):
@@ -270,23 +241,16 @@ def test_the_legend_says_as_what_an_undefined_score_counts():
         assert legend.get_texts()[-1].get_text() == f"undefined, counts as {value}"
 
 
-def test_every_mark_is_inside_the_axes():
-    names = [f"runs/model-{number}/export" for number in range(9)]
-    rows = [
-        row(task, score, load=name, encoder=name) for name in names for task, score in (("RTE", 1.0), ("CoLA", -0.1))
-    ]
-    (axes,) = drawn(rows).axes
+def test_every_mark_is_inside_the_axes_and_the_figure_has_its_whole_title_and_short_names():
+    names, scores = [f"runs/model-{number}/export" for number in range(9)], (("RTE", 1.0), ("CoLA", -0.1))
+    (axes,) = drawn([row(task, score, load=name, encoder=name) for name in names for task, score in scores]).axes
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     bars = [point for bar in axes.collections for path in bar.get_paths() for point in path.vertices]
     points = [*bars, *(point for line in axes.lines for point in line.get_xydata())]
     assert len(points) == 9 * 2 * 3 and low < -10 and high > 100
     assert all(left < x < right and low < y < high for x, y in points)
-
-
-def test_the_figure_has_its_whole_title_and_short_names():
     title = "Development scores of a task with a name that is far longer than any figure of one task is wide"
-    rows = [row(load=f"/data/runs/{name}/export", encoder=name) for name in ("ddrp", "bert")]
-    picture = drawn(rows, title)
+    picture = drawn([row(load=f"/data/runs/{name}/export", encoder=name) for name in ("ddrp", "bert")], title)
     (axes,), (legend,) = picture.axes, picture.legends
     assert axes.get_title().replace("\n", " ") == title and "\n" in axes.get_title()
     assert [text.get_text() for text in legend.get_texts()] == ["ddrp", "bert", "seed", "median"]
@@ -323,63 +287,45 @@ ROWS = 60
 LABELS = np.arange(ROWS) % 2.0
 
 
-def predictions(right, first_seed):
-    """Return the predictions of three seeds, each right in about the given share of the rows."""
-    draws = [np.random.default_rng(seed).random(ROWS) for seed in range(first_seed, first_seed + 3)]
-    return [np.where(draw < right, LABELS, 1 - LABELS) for draw in draws]
+def test_the_table_has_intervals_over_items_and_words_as_far_as_the_predictions_are_known(tmp_path, monkeypatch):
+    """Three encoders with three seeds: two are right in about 90 % of the rows, one in 30 %."""
+    runs, samples = {}, {}
+    for name, share, first in (("good", 0.9, 0), ("alike", 0.9, 3), ("bad", 0.3, 6)):
+        draws = [np.random.default_rng(seed).random(ROWS) for seed in range(first, first + 3)]
+        found = [np.where(draw < share, LABELS, 1 - LABELS) for draw in draws]
+        folder = scored_folder(tmp_path / name, found, "RTE", encoder=name)
+        runs[folder] = RunStore(folder / "runs.jsonl")
+        drawn = drawn_rows("RTE", ROWS)  # [samples, rows]; the shares of right rows are `[seeds, samples]`
+        samples[name] = np.array([[np.repeat(one == LABELS, counts).mean() for counts in drawn] for one in found])
 
+    def told():
+        return json.loads((tmp_path / "out" / "table.json").read_text())
 
-SIDES = {"good": predictions(0.9, 0), "alike": predictions(0.9, 3), "bad": predictions(0.3, 6)}
+    def interval(shares):
+        return pytest.approx(np.quantile(shares, (0.025, 0.975)).tolist())
 
-
-@pytest.fixture
-def runs(tmp_path):
-    """Return output folder → runs of three encoders on RTE: two are right in 90 % of the rows, one in 30 %."""
-    folders = [scored_folder(tmp_path / name, found, "RTE", encoder=name) for name, found in SIDES.items()]
-    return {folder: RunStore(folder / "runs.jsonl") for folder in folders}
-
-
-def shares(name):
-    """Return the share of right rows of each seed in each sample, `[seeds, samples]`, row by row."""
-    drawn = drawn_rows("RTE", ROWS)
-    return np.array([[np.repeat(found == LABELS, counts).mean() for counts in drawn] for found in SIDES[name]])
-
-
-def interval(samples):
-    return pytest.approx(np.quantile(samples, (0.025, 0.975)).tolist())
-
-
-def test_a_file_of_too_many_rows_has_no_interval(runs, monkeypatch):
-    cell = best_cells(row | {"folder": str(folder)} for folder, store in runs.items() for row in store)["good"]["RTE"]
-    assert Items(GLUE).of_cell(cell)
-    monkeypatch.setattr("megatron_ddrp.tasks.finetune.runs.MOST_RESAMPLED", ROWS - 1)
-    assert Items(GLUE).of_cell(cell) is None
-
-
-def test_the_table_has_intervals_over_items_and_words(runs, tmp_path):
     text = write_report(runs, tmp_path / "out", GLUE)
-    numbers = json.loads((tmp_path / "out" / "table.json").read_text())
-    good, alike, bad = (shares(name) for name in SIDES)
-    cell = numbers["encoders"]["good"]["tasks"]["RTE"]
+    good, alike, bad = samples.values()
+    cell, judgements = told()["encoders"]["good"]["tasks"]["RTE"], ["not told apart", "better", "better"]
     assert cell["over_items"] == interval(np.median(good, axis=0)) and cell["constant_guess"] == 0.5
-    same, far, _ = numbers["differences"]
+    same, far, _ = told()["differences"]
     assert same["over_items"] == interval((good - alike).mean(axis=0))
     assert far["over_items"] == interval((good - bad).mean(axis=0))
-    assert [pair["judgement"] for pair in numbers["differences"]] == ["not told apart", "better", "better"]
+    assert [pair["judgement"] for pair in told()["differences"]] == judgements
     assert "(below a constant guess) |" in text and text.count("below a constant guess") == 1
     assert "| (constant guess) | 50.00 |" in text
     assert ",better\n" in (tmp_path / "out" / "tables" / "differences.csv").read_text()
-
-
-def test_without_predictions_the_cells_stay_empty(runs, tmp_path):
-    folder = next(iter(runs))
-    row = next(iter(runs[folder]))
-    (folder / "predictions" / f"{TuningRun.of_row(row).name}.tsv").unlink()
+    cell = best_cells(row | {"folder": str(folder)} for folder, store in runs.items() for row in store)["good"]["RTE"]
+    assert Items(GLUE).of_cell(cell)
+    with monkeypatch.context() as patched:
+        patched.setattr("megatron_ddrp.tasks.finetune.runs.MOST_RESAMPLED", ROWS - 1)
+        assert Items(GLUE).of_cell(cell) is None, "a file of too many rows has no interval"
+    folder, store = next(iter(runs.items()))
+    (folder / "predictions" / f"{TuningRun.of_row(next(iter(store))).name}.tsv").unlink()
     write_report(runs, tmp_path / "out", GLUE)
-    numbers = json.loads((tmp_path / "out" / "table.json").read_text())
-    assert [pair["over_items"] is None for pair in numbers["differences"]] == [True, True, False]
-    assert numbers["encoders"]["good"]["tasks"]["RTE"]["over_items"] is None
-    assert [pair["judgement"] for pair in numbers["differences"]] == ["not told apart", "better", "better"]
+    assert [pair["over_items"] is None for pair in told()["differences"]] == [True, True, False]
+    assert told()["encoders"]["good"]["tasks"]["RTE"]["over_items"] is None
+    assert [pair["judgement"] for pair in told()["differences"]] == judgements
 
 
 def test_a_negative_correlation_is_below_a_constant_guess(tmp_path):
@@ -389,12 +335,9 @@ def test_a_negative_correlation_is_below_a_constant_guess(tmp_path):
     assert "-100.00 (below a constant guess)" in write_report({folder: rows}, tmp_path / "table", GLUE)
 
 
-PREDICTIONS = [[0, 1, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]]
-
-
 @pytest.fixture
 def out(tmp_path):
-    return scored_folder(tmp_path / "out", PREDICTIONS)
+    return scored_folder(tmp_path / "out", [[0, 1, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]])
 
 
 def report(out, capsys):
@@ -403,22 +346,17 @@ def report(out, capsys):
     return code, capsys.readouterr().err, (out.parent / "table" / "table.md").read_text()
 
 
-def test_whole_lines_are_shown_with_and_without_sums(out, capsys):
+def test_whole_lines_are_shown_with_and_without_sums_and_a_changed_one_is_left_out_and_named(out, capsys):
     """Earlier versions wrote no sums, and later ones a sum of the predictions."""
     code, said, text = report(out, capsys)
     assert (code, said) == (0, "") and "Damage" not in text
     assert "| e | CoLA | matthews | 57.74 | 0.00 to 57.74 | 0.00 to 100.00 | 57.74 | 3 | 1 |" in text
     path = out / "runs.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    own = [{key: value for key, value in row.items() if key != "crc32"} for row in rows]
+    content = path.read_text()
+    own = [{k: v for k, v in json.loads(line).items() if k != "crc32"} for line in content.splitlines()]
     for more in ({}, {"predictions_crc32": "00000000"}):
         path.write_text("".join(json.dumps(row | more) + "\n" for row in own))
         assert report(out, capsys) == (0, "", text)
-
-
-def test_a_changed_line_is_left_out_and_named(out, capsys):
-    path = out / "runs.jsonl"
-    content = path.read_text()
     assert '"score": 0.577' in content
     path.write_text(content.replace('"score": 0.577', '"score": 0.977', 1))
     code, said, text = report(out, capsys)
@@ -426,8 +364,17 @@ def test_a_changed_line_is_left_out_and_named(out, capsys):
     assert "| 2 | 1 |" in text and "## Damage found" in text
 
 
-def test_missing_predictions_cost_the_interval_and_half_a_line_is_none(out, capsys):
+def test_missing_predictions_cost_the_interval_half_a_line_is_none_and_damaged_predictions_are_refused(out, capsys):
     (path,) = (out / "predictions").glob("*-s1-*.tsv")
+    content = path.read_text()
+    for old, new, reason in (
+        ("dev\t1\t", "dev\t7\t", "dev: row 7 is at the place of row 1"),
+        ("\tprediction\t", "\tguess\t", "its first line is"),
+        *(("dev\t0\t0\t0", "dev\t0\tx\t0", "x"), ("dev\t0\t0\t0", "dev\t0", "not enough values")),
+    ):
+        assert old in content
+        with pytest.raises(ValueError, match=reason):
+            read_predictions(content.replace(old, new, 1).encode(), TASKS["CoLA"])
     path.unlink()
     with (out / "runs.jsonl").open("a") as stream:
         stream.write('{"task": "Co')
@@ -436,110 +383,72 @@ def test_missing_predictions_cost_the_interval_and_half_a_line_is_none(out, caps
     assert len(said.splitlines()) == 1 and "its last line is cut off" in said
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "reason"),
-    [
-        ("dev\t1\t", "dev\t7\t", "dev: row 7 is at the place of row 1"),
-        ("\tprediction\t", "\tguess\t", "its first line is"),
-        ("dev\t0\t0\t0", "dev\t0\tx\t0", "x"),
-        ("dev\t0\t0\t0", "dev\t0", "not enough values"),
-    ],
-)
-def test_damaged_predictions_are_refused(out, old, new, reason):
-    (path,) = (out / "predictions").glob("*-s1-*.tsv")
-    content = path.read_text()
-    assert old in content
-    with pytest.raises(ValueError, match=reason):
-        read_predictions(content.replace(old, new, 1).encode(), TASKS["CoLA"])
-
-
-@pytest.mark.parametrize("task", ["CoLA", "STS-B", "MNLI"])
-def test_predictions_are_read_as_they_were_written(tmp_path, task):
-    highest = 5.0 if task == "STS-B" else len(TASKS[task].labels) - 1
-    values = np.linspace(0, highest, 7) if task == "STS-B" else np.arange(7.0) % (highest + 1)
-    predicted = values[::-1].copy()
-    predicted[2] = np.nan
-    write_predictions(tmp_path / "x.tsv", TASKS[task], {"a": (values, predicted), "b": (values[:3], values[:3])})
-    found = read_predictions((tmp_path / "x.tsv").read_bytes(), TASKS[task])
-    assert list(found) == ["a", "b"]
-    np.testing.assert_array_equal(found["a"], (values, predicted))
-    np.testing.assert_array_equal(found["b"], (values[:3], values[:3]))
+def test_predictions_are_read_as_they_were_written(tmp_path):
+    for task in ("CoLA", "STS-B", "MNLI"):
+        classes = len(TASKS[task].labels)
+        values = np.arange(7.0) % classes if classes else np.linspace(0, 5.0, 7)
+        predicted = values[::-1].copy()
+        predicted[2] = np.nan
+        sides = {"a": (values, predicted), "b": (values[:3], values[:3])}
+        write_predictions(tmp_path / "x.tsv", TASKS[task], sides)
+        found = read_predictions((tmp_path / "x.tsv").read_bytes(), TASKS[task])
+        assert list(found) == ["a", "b"]
+        for name, side in sides.items():
+            np.testing.assert_array_equal(found[name], side)
 
 
 RUN = TuningRun("RTE", 16, 1e-5, 4, 1, max_seq_length=128, encoder="aa", data="bb", micro_batch_size=8)
 
 
-def test_the_paper_runs_480_a_checkpoint():
-    assert len(Search().points) * Search().seeds * 8 == 480
-    assert Search(grid="quick").points == (Point(32, 3e-5, 4),)
-
-
-def test_finished_runs_are_found_again(tmp_path):
+def test_finished_runs_are_found_again_and_an_unfinished_last_line_is_cut_off(tmp_path):
     store = RunStore(tmp_path / "out" / "runs.jsonl")
     assert RUN.name not in store
     store.append(finished(RUN))
+    others = ({"seed": 2}, {"lr": 2e-5}, {"encoder": "ab"}, {"data": "c"})
     for known in (store, RunStore(store.path)):
-        assert RUN.name in known
-        for other in (replace(RUN, seed=2), replace(RUN, lr=2e-5), replace(RUN, encoder="ab"), replace(RUN, data="c")):
-            assert other.name not in known
-
-
-def test_an_unfinished_last_line_is_cut_off(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    RunStore(path).append(finished(RUN))
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:20])
-    store = RunStore(path)
+        assert RUN.name in known and not any(replace(RUN, **other).name in known for other in others)
+    whole = store.path.read_bytes()
+    store.path.write_bytes(whole + whole[:20])
+    store = RunStore(store.path)
     assert len(store.rows) == 1
     store.append(finished(replace(RUN, seed=2)))
-    assert [row["seed"] for row in RunStore(path)] == [1, 2]
+    assert [row["seed"] for row in RunStore(store.path)] == [1, 2]
 
 
 def test_lines_of_earlier_versions_count_an_undefined_score_as_0(tmp_path):
     """They had null for it, left it out of the best epoch, and carried no sum."""
-    path = tmp_path / "runs.jsonl"
+    path, keys = tmp_path / "runs.jsonl", ("score", "undefined", "best_epoch_score")
     old = finished(RUN) | {"score": None, "best_epoch_score": None, "best_epoch": None, "epoch_scores": [None, None]}
     del old["undefined"]
     other = finished(replace(RUN, seed=2)) | {"score": -0.1, "best_epoch_score": -0.1, "epoch_scores": [-0.1, None]}
     other |= {"other_scores": {"dev_mismatched": None}}
     path.write_text("".join(json.dumps(row) + "\n" for row in (old, other)))
-    first, second = RunStore(path)
-    assert (first["score"], first["undefined"], first["best_epoch_score"]) == (0.0, True, 0.0)
-    assert (second["score"], second["undefined"], second["best_epoch_score"]) == (-0.1, False, 0.0)
+    store = RunStore(path)
+    assert [[row[key] for key in keys] for row in store] == [[0.0, True, 0.0], [-0.1, False, 0.0]]
+    _, second = store
     assert (second["other_scores"], second["other_undefined"]) == ({"dev_mismatched": 0.0}, ["dev_mismatched"])
-    assert RUN.name in RunStore(path)
+    assert RUN.name in store
 
 
-DAMAGES = {
-    "a changed score": lambda line: line.replace(b'"score": 0.5', b'"score": 0.9'),
-    "a changed name": lambda line: line.replace(b'"load": "e"', b'"load": "f"'),
-    "a list": lambda line: b"[]\n",
-    "no run": lambda line: b'{"task": "RTE"}\n',
-    "deep": lambda line: b"[" * 100_000 + b"\n",
-    "not UTF-8": lambda line: line.replace(b"RTE", b"R\xffE"),
-    "a list for a number": lambda line: _without_sum(line).replace(b'"lr": 1e-05', b'"lr": []'),
-    "an unknown task": lambda line: _without_sum(line).replace(b'"RTE"', b'"RTF"'),
-    "a score that is no number": lambda line: _without_sum(line).replace(b'"score": 0.5', b'"score": NaN'),
-    "no scores": lambda line: _without_sum(line).replace(b'"epoch_scores": [0.5]', b'"epoch_scores": []'),
-    "blank": lambda line: b"\n",
-}
-
-
-def _without_sum(line):
-    return line[: line.index(b', "crc32"')] + b"}\n"
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_line_is_named(tmp_path, damage):
+def test_a_damaged_line_is_named(tmp_path):
     path = tmp_path / "runs.jsonl"
     store = RunStore(path)
     for seed in (1, 2, 3):
         store.append(finished(replace(RUN, seed=seed)))
-    lines = path.read_bytes().splitlines(keepends=True)
-    assert damage(lines[1]) != lines[1]
-    path.write_bytes(b"".join([lines[0], damage(lines[1]), lines[2]]))
-    content, told = path.read_bytes(), []
-    refused(r"runs\.jsonl, line 2: ", RunStore, path, tasks=TASKS)
-    assert path.read_bytes() == content
-    assert [row["seed"] for row in RunStore(path, told.append, TASKS)] == [1, 3]
-    assert len(told) == 1 and "line 2: " in told[0]
+    first, whole, last = path.read_bytes().splitlines(keepends=True)
+    unsummed = whole[: whole.index(b', "crc32"')] + b"}\n"
+    damaged = [
+        *(whole.replace(b'"score": 0.5', b'"score": 0.9'), whole.replace(b'"load": "e"', b'"load": "f"')),
+        *(whole.replace(b"RTE", b"R\xffE"), unsummed.replace(b'"lr": 1e-05', b'"lr": []')),
+        *(unsummed.replace(b'"RTE"', b'"RTF"'), unsummed.replace(b'"score": 0.5', b'"score": NaN')),
+        unsummed.replace(b'"epoch_scores": [0.5]', b'"epoch_scores": []'),
+        *(b"\n", b"[]\n", b'{"task": "RTE"}\n', b"[" * 100_000 + b"\n"),
+    ]
+    assert not {whole, unsummed} & {*damaged}
+    for line in damaged:
+        content, told = first + line + last, []
+        path.write_bytes(content)
+        refused(r"runs\.jsonl, line 2: ", RunStore, path, tasks=TASKS)
+        assert path.read_bytes() == content
+        assert [row["seed"] for row in RunStore(path, told.append, TASKS)] == [1, 3]
+        assert len(told) == 1 and "line 2: " in told[0]
