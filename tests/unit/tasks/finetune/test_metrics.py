@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import stats
+from sklearn import metrics
 
 from megatron_ddrp.config.registry import load_plugin, plugins_forgotten_after
 from megatron_ddrp.tasks import finetune
@@ -28,19 +30,14 @@ pearson, spearman = (metric.value for metric in KINDS["regression"].metrics.valu
 
 def judged(kind, name, labels, predictions):
     """Return the score by scikit-learn or scipy."""
-    from scipy import stats
-    from sklearn import metrics
-
     if kind == "regression":
         return {"pearson": stats.pearsonr, "spearman": stats.spearmanr}[name](labels, predictions).statistic
     if kind == "multi-label" and name != "accuracy":
         return metrics.f1_score(labels, predictions, average={"f1": "micro", "macro-f1": "macro"}[name])
-    return {
-        "accuracy": metrics.accuracy_score,
-        "f1": metrics.f1_score,
-        "macro-f1": lambda *sides: metrics.f1_score(*sides, average="macro"),
-        "matthews": metrics.matthews_corrcoef,
-    }[name](labels, predictions)
+    if name == "macro-f1":
+        return metrics.f1_score(labels, predictions, average="macro")
+    by_name = {"accuracy": metrics.accuracy_score, "f1": metrics.f1_score, "matthews": metrics.matthews_corrcoef}
+    return by_name[name](labels, predictions)
 
 
 def drawn_data(kind, name, rng):
@@ -56,20 +53,19 @@ def drawn_data(kind, name, rng):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind in KINDS if kind not in ("tokens", "qa") for name in KINDS[kind].metrics]
-)
-def test_scores_are_those_of_scikit_learn_and_scipy(kind, name):
-    rng, known = np.random.default_rng(3), 0
-    for _ in range(60):
-        labels, predictions = drawn_data(kind, name, rng)
-        score = KINDS[kind].metrics[name].value(labels, predictions)
-        if kind == "multi-label" and name == "macro-f1" and not (labels.any(0) | predictions.any(0)).all():
-            continue  # a label that does not occur counts as 0 there and is left out here
-        if score is not None:
-            known += 1
-            assert score == pytest.approx(judged(kind, name, labels, predictions), rel=0, abs=1e-12)
-    assert known > 45
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("tokens", "qa")])
+def test_scores_are_those_of_scikit_learn_and_scipy(kind):
+    for name, metric in KINDS[kind].metrics.items():
+        rng, known = np.random.default_rng(3), 0
+        for _ in range(60):
+            labels, predictions = drawn_data(kind, name, rng)
+            score = metric.value(labels, predictions)
+            if kind == "multi-label" and name == "macro-f1" and not (labels.any(0) | predictions.any(0)).all():
+                continue  # a label that does not occur counts as 0 there and is left out here
+            if score is not None:
+                known += 1
+                assert score == pytest.approx(judged(kind, name, labels, predictions), rel=0, abs=1e-12), name
+        assert known > 45, name
 
 
 def test_a_label_that_does_not_occur_counts_as_0_and_a_single_one_is_no_special_case():
@@ -86,23 +82,16 @@ def test_the_loss_of_many_labels_is_their_mean_summed_over_rows():
     assert KINDS["multi-label"].loss_sum(outputs, targets).item() == pytest.approx(expected, rel=1e-12)
 
 
-ELSEWHERE = {
-    ("table_files.py", "classification"),  # the default of a task, as in GLUE
-    ("table_files.py", "tokens"),  # the column of a CoNLL file's words
-}
-"""(file, text) of names of kinds outside their files."""
-
-
 def test_no_kinds_name_outside_its_file():
     """A new kind is one file and one line, because everything that differs by kind belongs to the kind."""
-    folder = Path(finetune.__file__).parent
+    elsewhere = {("table_files.py", "classification"), ("table_files.py", "tokens")}  # GLUE's default; CoNLL's words
     found = {
         (file.name, node.value)
-        for file in folder.glob("*.py")
+        for file in Path(finetune.__file__).parent.glob("*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and node.value in KINDS
     }
-    assert found <= ELSEWHERE
+    assert found <= elsewhere
     assert list(KINDS) == [kind.name for kind in KINDS.values()]
 
 
@@ -115,31 +104,21 @@ def test_metrics_of_other_kinds_are_refused():
     refused(said, KINDS["classification"].check_metric, "f1", "abc")
 
 
-@pytest.mark.parametrize(
-    ("metric", "labels", "predictions"),
-    [
-        (matthews, [0, 1, 1], [1, 1, 1]),
-        (matthews, [1, 1, 1], [0, 1, 1]),
-        (pearson, [1.0, 2.0, 3.0], [2.0, 2.0, 2.0]),
-        (pearson, [1000.5, 4000.5, 2000.5], [15.22750473022461, 15.227506637573242, 15.227505683898926]),
-        (spearman, [1000.5, 4000.5, 2000.5], [15.22750473022461, 15.227506637573242, 15.227505683898926]),
-        (pearson, [1.0, 5.0, 3.0], [1e-9, 5e-9, 3e-9]),
-        (pearson, [2.0, 2.0], [1.0, 3.0]),
-        (pearson, [1.0, 2.0], [1.0, math.nan]),
-        (pearson, [1.0], [1.0]),
-        (accuracy, [0, 1], [0, math.nan]),
-        (matthews, [0, 1, 1], [0, 1, math.nan]),
-        (spearman, [1.0, 2.0, 3.0], [2.0, 2.0, 2.0]),
-        (spearman, [1.0, 2.0], [1.0, math.nan]),
-        (f1, [0, 0], [0.0, 0.0]),
-        (f1, [0, 1], [0.0, math.nan]),
-        (f1, [[0, 0]], [[0.0, 0.0]]),
-        (macro_f1, [0, 1], [0.0, math.nan]),
-        (macro_f1, [[0, 0]], [[0.0, 0.0]]),
-    ],
-)
-def test_undefined_scores_are_none(metric, labels, predictions):
-    assert metric(np.array(labels), np.array(predictions)) is None
+NEARLY_ONE = [15.22750473022461, 15.227506637573242, 15.227505683898926]
+UNDEFINED = [
+    *((matthews, [0, 1, 1], [1, 1, 1]), (matthews, [1, 1, 1], [0, 1, 1]), (matthews, [0, 1, 1], [0, 1, math.nan])),
+    *((pearson, [1.0, 2.0, 3.0], [2.0, 2.0, 2.0]), (pearson, [1000.5, 4000.5, 2000.5], NEARLY_ONE)),
+    *((pearson, [1.0, 5.0, 3.0], [1e-9, 5e-9, 3e-9]), (pearson, [2.0, 2.0], [1.0, 3.0]), (pearson, [1.0], [1.0])),
+    *((pearson, [1.0, 2.0], [1.0, math.nan]), (spearman, [1000.5, 4000.5, 2000.5], NEARLY_ONE)),
+    *((spearman, [1.0, 2.0, 3.0], [2.0, 2.0, 2.0]), (spearman, [1.0, 2.0], [1.0, math.nan])),
+    *((f1, [0, 0], [0.0, 0.0]), (f1, [0, 1], [0.0, math.nan]), (f1, [[0, 0]], [[0.0, 0.0]])),
+    *((accuracy, [0, 1], [0, math.nan]), (macro_f1, [0, 1], [0.0, math.nan]), (macro_f1, [[0, 0]], [[0.0, 0.0]])),
+]
+
+
+def test_undefined_scores_are_none():
+    for metric, labels, predictions in UNDEFINED:
+        assert metric(np.array(labels), np.array(predictions)) is None, (metric, labels, predictions)
 
 
 def test_the_rounding_of_a_constant_guess_grows_with_the_numbers():
@@ -156,13 +135,13 @@ def test_the_rounding_of_a_constant_guess_grows_with_the_numbers():
 ANSWERS = json.loads((Path(__file__).parents[3] / "golden" / "squad_scores.json").read_text())["cases"]
 
 
-@pytest.mark.parametrize("case", ANSWERS, ids=lambda case: f"{case['gold']}-{case['predicted']}")
-def test_scores_are_those_of_the_released_script(case):
-    scores = [formulas.exact_match(case["gold"], case["predicted"]), formulas.f1(case["gold"], case["predicted"])]
-    assert scores == pytest.approx(case["scores"], abs=1e-12)
+def test_scores_are_those_of_the_released_script():
+    for case in ANSWERS:
+        scores = [formula(case["gold"], case["predicted"]) for formula in (formulas.exact_match, formulas.f1)]
+        assert scores == pytest.approx(case["scores"], abs=1e-12), case
 
 
-def test_answers_by_hand():
+def test_answers_and_means_over_questions_by_hand():
     assert formulas.normalize(" The U.S.  Army's\tan-other\u00a0a ") == "us armys another"
     assert formulas.normalize("theory of Anna") == "theory of anna"  # articles are whole words
     assert formulas.normalize("«Straße»") == "«straße»"  # punctuation beyond ASCII stays
@@ -170,21 +149,16 @@ def test_answers_by_hand():
     assert formulas.f1(["red blue blue green"], "blue blue blue") == pytest.approx(harmonic)
     assert formulas.f1(["green", "blue"], "blue sky") == pytest.approx(2 / 3)  # the best of several
     assert formulas.f1(["blue"], "red") == 0
-    assert (formulas.exact_match([], ""), formulas.f1([], "")) == (1, 1)
-    assert (formulas.exact_match([], "blue"), formulas.f1([], "blue")) == (0, 0)
-    assert (formulas.exact_match(["blue"], ""), formulas.f1(["blue"], "")) == (0, 0)
-
-
-def test_means_over_questions():
-    means = KINDS["qa"].metrics
+    for gold, predicted, score in (([], "", 1), ([], "blue", 0), (["blue"], "", 0)):
+        assert formulas.exact_match(gold, predicted) == formulas.f1(gold, predicted) == score
+    exact, mean_f1 = (KINDS["qa"].metrics[name].value for name in ("exact-match", "f1"))
     gold, predicted = [["blue"], [], ["red sky"]], ["blue", "blue", "sky"]
-    assert means["exact-match"].value(gold, predicted) == 1 / 3
-    assert means["f1"].value(gold, predicted) == (1 + 0 + 2 / 3) / 3
-    assert means["f1"].value([], []) is None and means["f1"].value(gold, ["blue", None, "sky"]) is None
+    assert exact(gold, predicted) == 1 / 3 and mean_f1(gold, predicted) == (1 + 0 + 2 / 3) / 3
+    assert mean_f1([], []) is None and mean_f1(gold, ["blue", None, "sky"]) is None
     gold, predicted = ([case[key] for case in ANSWERS] for key in ("gold", "predicted"))
-    exact, f1s = zip(*(case["scores"] for case in ANSWERS), strict=True)
-    assert KINDS["qa"].metrics["exact-match"].value(gold, predicted) == sum(exact) / len(ANSWERS)
-    assert KINDS["qa"].metrics["f1"].value(gold, predicted) == pytest.approx(sum(f1s) / len(ANSWERS), abs=1e-12)
+    exacts, f1s = zip(*(case["scores"] for case in ANSWERS), strict=True)
+    assert exact(gold, predicted) == sum(exacts) / len(ANSWERS)
+    assert mean_f1(gold, predicted) == pytest.approx(sum(f1s) / len(ANSWERS), abs=1e-12)
 
 
 ENTITIES = json.loads((Path(__file__).parents[3] / "golden" / "seqeval.json").read_text())["cases"]
@@ -218,11 +192,11 @@ def test_scores_are_those_of_seqeval(case):
         assert scores(case, strict=False) == pytest.approx(case["lenient"], abs=1e-12)
 
 
-@pytest.mark.parametrize("scheme", formulas.SCHEMES)
-def test_the_golden_cases_can_tell_the_modes_apart(scheme):
-    own = [case for case in ENTITIES if case.get("scheme", "IOB2") == scheme]
-    assert sum(case["strict"] != case.get("lenient") for case in own) >= 5
-    assert sum(0 < case["strict"][2] < 1 for case in own) >= 5
+def test_the_golden_cases_can_tell_the_modes_apart():
+    for scheme in formulas.SCHEMES:
+        own = [case for case in ENTITIES if case.get("scheme", "IOB2") == scheme]
+        assert sum(case["strict"] != case.get("lenient") for case in own) >= 5, scheme
+        assert sum(0 < case["strict"][2] < 1 for case in own) >= 5, scheme
 
 
 def strict_twin(tags, scheme):
@@ -248,13 +222,13 @@ def strict_twin(tags, scheme):
     return found
 
 
-@pytest.mark.parametrize("scheme", formulas.SCHEMES)
-def test_strict_entities_are_those_of_the_twin(scheme):
-    draw, tags = random.Random(scheme), all_tags(scheme)
-    for _ in range(500):
-        sentence = draw.choices(tags, k=draw.randrange(1, 9))
-        found = formulas.entities_of(sentence, formulas.rules(tags, strict=True))
-        assert found == strict_twin(sentence, scheme), sentence
+def test_strict_entities_are_those_of_the_twin():
+    for scheme in formulas.SCHEMES:
+        draw, tags = random.Random(scheme), all_tags(scheme)
+        for _ in range(500):
+            sentence = draw.choices(tags, k=draw.randrange(1, 9))
+            found = formulas.entities_of(sentence, formulas.rules(tags, strict=True))
+            assert found == strict_twin(sentence, scheme), sentence
 
 
 def test_entities_by_hand():
@@ -271,30 +245,26 @@ def test_entities_by_hand():
         formulas.rules(all_tags("BILOU"), strict=False)
 
 
-def test_scores_without_entities_are_undefined():
+def test_scores_without_entities_are_undefined_and_tags_that_name_none_refused():
     labels = all_tags("IOB2")
     outside, person = tags_of([["O"]], labels), tags_of([["B-PER"]], labels)
     for name in ("seqeval", formulas.STRICT):
         score = KINDS["tokens"].metrics[name].value
         assert score(outside, outside) is None and score(person, outside) == score(outside, person) == 0
-
-
-@pytest.mark.parametrize("tag", ["NN", "B", "B-", "PER", "b-per", "-X", "M-PER", "PER-B", "B_PER", ""])
-def test_tags_that_name_no_entity(tag):
     formulas.rules(["O", "B-PER", "I-per", "S-X-Y"], strict=False)
-    for strict in (True, False):
-        with pytest.raises(ValueError, match=f"tag '{tag}', expected O, or B- or I-"):
-            formulas.rules(["O", tag], strict)
+    for tag in ("NN", "B", "B-", "PER", "b-per", "-X", "M-PER", "PER-B", "B_PER", ""):
+        for strict in (True, False):
+            with pytest.raises(ValueError, match=f"tag '{tag}', expected O, or B- or I-"):
+                formulas.rules(["O", tag], strict)
 
 
-@pytest.mark.parametrize(
-    ("prefixes", "scheme"),
-    [("", "IOB2"), ("B", "IOB2"), ("BI", "IOB2"), ("E", "IOE2"), ("IE", "IOE2"), ("BE", "IOBES"), ("BIE", "IOBES")]
-    + [("BES", "IOBES"), ("BIES", "IOBES"), ("S", "IOBES"), ("BL", "BILOU"), ("BILU", "BILOU"), ("U", "BILOU")],
-)
-def test_the_scheme_is_found_from_the_prefixes(prefixes, scheme):
-    assert formulas.scheme_of(["O", *(f"{prefix}-PER" for prefix in prefixes)]) == scheme
-    assert formulas.scheme_of([f"{prefix}-PER" for prefix in prefixes]) == scheme
+def test_the_scheme_is_found_from_the_prefixes():
+    schemes = {"IOB2": ("", "B", "BI"), "IOE2": ("E", "IE"), "BILOU": ("BL", "BILU", "U")}
+    schemes["IOBES"] = ("BE", "BIE", "BES", "BIES", "S")
+    for scheme, several in schemes.items():
+        for prefixes in several:
+            tags = [f"{prefix}-PER" for prefix in prefixes]
+            assert formulas.scheme_of(["O", *tags]) == formulas.scheme_of(tags) == scheme, prefixes
 
 
 @pytest.mark.parametrize("prefixes", ["I", "BS", "BIS", "ES", "IS", "IU", "BU", "LU", "BIESLU", "BEL", "SU"])
@@ -321,37 +291,37 @@ def scores_of(task, answers, predictions):
     return KINDS[task.kind].resampled_scores(task, answers, predictions)
 
 
-def compare(found, score):
+def compare(found, score, *sides):
     """Compare the first samples with the score of the rows, each repeated as often as the sample drew it."""
     for sample in range(COMPARED):
         rows = np.repeat(np.arange(ROWS), formulas.drawn_rows("own", ROWS)[sample])
-        assert found[sample] == pytest.approx(score(rows) or 0.0, abs=1e-12)
+        assert found[sample] == pytest.approx(score(rows, *sides) or 0.0, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("kind", "metric", "labels", "predictions"),
-    [
-        ("classification", "accuracy", TWO, GUESS_TWO),
-        ("classification", "f1", TWO, GUESS_TWO),
-        ("classification", "macro-f1", FOUR, GUESS_FOUR),
-        ("classification", "matthews", TWO, GUESS_TWO),
-        ("classification", "matthews", FOUR, GUESS_FOUR),
-        ("classification", "matthews", np.eye(ROWS)[0], np.eye(ROWS)[0]),  # undefined in every third sample
-        ("multi-label", "accuracy", MANY, GUESS_MANY),
-        ("multi-label", "f1", MANY, GUESS_MANY),
-        ("multi-label", "macro-f1", MANY, GUESS_MANY),
-        ("regression", "pearson", NUMBERS, GUESS_NUMBERS),
-        ("regression", "spearman", NUMBERS, GUESS_NUMBERS),
-        ("regression", "pearson", NUMBERS, ONE_APART),
-        ("regression", "spearman", NUMBERS, ONE_APART),
-        ("regression", "pearson", 1e-9 * NUMBERS, 1e-9 * GUESS_NUMBERS),
-        ("regression", "pearson", 1.7e9 + 60 * NUMBERS, 1.7e9 + 60 * GUESS_NUMBERS),
+RESAMPLED = {
+    ("classification", "accuracy"): [(TWO, GUESS_TWO)],
+    ("classification", "f1"): [(TWO, GUESS_TWO)],
+    ("classification", "macro-f1"): [(FOUR, GUESS_FOUR)],
+    # The last is undefined in every third sample.
+    ("classification", "matthews"): [(TWO, GUESS_TWO), (FOUR, GUESS_FOUR), (np.eye(ROWS)[0], np.eye(ROWS)[0])],
+    **{("multi-label", metric): [(MANY, GUESS_MANY)] for metric in ("accuracy", "f1", "macro-f1")},
+    ("regression", "spearman"): [(NUMBERS, GUESS_NUMBERS), (NUMBERS, ONE_APART)],
+    ("regression", "pearson"): [
+        *((NUMBERS, GUESS_NUMBERS), (NUMBERS, ONE_APART), (1e-9 * NUMBERS, 1e-9 * GUESS_NUMBERS)),
+        (1.7e9 + 60 * NUMBERS, 1.7e9 + 60 * GUESS_NUMBERS),
     ],
-)
-def test_a_metric_of_resampled_rows_is_that_of_the_rows_repeated(kind, metric, labels, predictions):
-    found = scores_of(Task("own", metric, kind), labels, predictions)
-    assert found.shape == (BOOTSTRAP_SAMPLES,)
-    compare(found, lambda rows: KINDS[kind].score(metric, labels[rows], predictions[rows]))
+}
+"""Kind and metric → pairs of labels and predictions."""
+
+
+@pytest.mark.parametrize(("kind", "metric"), RESAMPLED)
+def test_a_metric_of_resampled_rows_is_that_of_the_rows_repeated(kind, metric):
+    for labels, predictions in RESAMPLED[kind, metric]:
+        found = scores_of(Task("own", metric, kind), labels, predictions)
+        assert found.shape == (BOOTSTRAP_SAMPLES,)
+        compare(
+            found, lambda rows, *sides: KINDS[kind].score(metric, *(side[rows] for side in sides)), labels, predictions
+        )
 
 
 TAGS = ("B-X", "I-X", "B-Y", "O")
@@ -365,22 +335,20 @@ def tags(sentences):
     return Tags(np.concatenate(sentences), np.cumsum([len(sentence) for sentence in sentences]), TAGS)
 
 
-@pytest.mark.parametrize("metric", KINDS["tokens"].metrics)
-def test_sentences_are_drawn_whole(metric):
-    found = scores_of(Task("own", metric, "tokens", TAGS), tags(GOLD), tags(GUESS))
-    score = KINDS["tokens"].score
-    compare(found, lambda rows: score(metric, *(tags([side[row] for row in rows]) for side in (GOLD, GUESS))))
+def test_sentences_are_drawn_whole_and_questions_with_all_their_answers():
+    def score(rows, kind, metric, *sides):
+        drawn = ([side[row] for row in rows] for side in sides)
+        return KINDS[kind].score(metric, *(map(tags, drawn) if kind == "tokens" else drawn))
 
-
-@pytest.mark.parametrize("metric", KINDS["qa"].metrics)
-def test_questions_are_drawn_with_all_their_answers(metric):
+    for metric in KINDS["tokens"].metrics:
+        found = scores_of(Task("own", metric, "tokens", TAGS), tags(GOLD), tags(GUESS))
+        compare(found, score, "tokens", metric, GOLD, GUESS)
     words = ["a red house", "the house", "green", ""]
     gold = [(words[number],) if number < 3 else () for number in FOUR]
     guess = [words[number] for number in GUESS_FOUR.astype(int)]
-    found = scores_of(Task("own", metric, "qa"), gold, guess)
-    score = KINDS["qa"].score
-    compare(found, lambda rows: score(metric, *([side[row] for row in rows] for side in (gold, guess))))
-    assert not scores_of(Task("own", metric, "qa"), gold, [None, *guess[1:]]).any()
+    for metric in KINDS["qa"].metrics:
+        compare(scores_of(Task("own", metric, "qa"), gold, guess), score, "qa", metric, gold, guess)
+        assert not scores_of(Task("own", metric, "qa"), gold, [None, *guess[1:]]).any()
 
 
 def test_samples_draw_with_replacement_and_spread_as_a_binomial():
@@ -415,43 +383,39 @@ LABELS = np.array([0.5, 3.0, 4.0, 0.0])
 
 @pytest.fixture
 def plugin(tmp_path):
-    """The file of the plug-in, which this process knows until the end of the test."""
+    """This process knows the plug-in until the end of the test."""
     path = tmp_path / "own_metrics.py"
     path.write_text(PLUGIN, encoding="utf-8")
     with plugins_forgotten_after():
         load_plugin(path)
-        yield path
+        yield
 
 
-@pytest.mark.parametrize(("name", "value"), [("rmse", "2"), ("negative", "-2")])
-def test_a_value_out_of_range_is_refused(plugin, name, value):
-    metric = KINDS["regression"].metrics[name]
-    error = refused(rf"--metric {name} gave {value}: expected a number from -1 to 1", metric.value, LABELS, LABELS + 2)
-    assert "1 / (1 + error)" in str(error)
-    assert abs(metric.value(LABELS, LABELS + 1)) == 1
-
-
-def test_values_out_of_range_and_undefined_ones_count_as_the_worst(plugin):
-    metric = KINDS["regression"].metrics["negative"]
+@pytest.mark.usefixtures("plugin")
+def test_a_value_out_of_range_is_refused_and_counts_as_the_worst_in_samples_as_an_undefined_one_does():
+    kind = KINDS["regression"]
+    for name, value in (("rmse", "2"), ("negative", "-2")):
+        metric, said = kind.metrics[name], rf"--metric {name} gave {value}: expected a number from -1 to 1"
+        assert "1 / (1 + error)" in str(refused(said, metric.value, LABELS, LABELS + 2))
+        assert abs(metric.value(LABELS, LABELS + 1)) == 1
     drawn = np.array([[4, 0, 0, 0], [0, 4, 0, 0], [1, 1, 1, 1]], np.uint8)
     half = LABELS + [0.0, 0.5, 0.5, 0.5]
     assert metric.samples(drawn, LABELS, half).tolist() == pytest.approx([-1, -0.5, -math.sqrt(3) / 4])
     assert metric.counted(LABELS, LABELS) == metric.counted(LABELS, LABELS * math.nan) == -1
-    assert KINDS["regression"].metrics["pearson"].counted(LABELS, LABELS * math.nan) == 0
+    assert kind.metrics["pearson"].counted(LABELS, LABELS * math.nan) == 0
     task = Task(name="t", kind="classification", labels=("a", "b"), metric="by-class")
     assert KINDS["classification"].baseline(task, {"a": 1, "b": 2}, LABELS) == -1
     assert KINDS["classification"].baseline(replace(task, metric="matthews"), {"a": 1, "b": 2}, LABELS) == 0
-    metric = KINDS["regression"].metrics["rounded"]
-    assert metric.value(LABELS, LABELS) == pytest.approx(1) and metric.value(LABELS, LABELS[::-1]) is None
+    rounded = kind.metrics["rounded"].value
+    assert rounded(LABELS, LABELS) == pytest.approx(1) and rounded(LABELS, LABELS[::-1]) is None
     # All rows together are in the range; without this no table could be made of finished runs.
-    metric = KINDS["regression"].metrics["negative"]
     predictions = LABELS + [2.0, 0.0, 0.0, 0.0]
     assert metric.value(LABELS, predictions) == -1
     drawn = np.array([[4, 0, 0, 0], [2, 2, 0, 0], [0, 2, 2, 0], [1, 3, 0, 0]], np.uint8)
     assert metric.samples(drawn, LABELS, predictions).tolist() == [-1, -1, -1, -1]  # -2, -√2, undefined, -1
     task = Task(name="t", kind="regression", labels=(), metric="pearson")
-    assert KINDS["regression"].constant_guess(task, LABELS) == 0
-    assert KINDS["regression"].constant_guess(replace(task, metric="negative"), LABELS) is None
+    assert kind.constant_guess(task, LABELS) == 0
+    assert kind.constant_guess(replace(task, metric="negative"), LABELS) is None
 
 
 @pytest.mark.usefixtures("plugin")

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,6 +31,8 @@ from tests.unit.tasks.conftest import POINTER
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
+CPU = torch.device("cpu")
+FINDERS = (load_encoder, read_folder, lambda folder: find_snapshots([folder], every=False))
 
 
 def write_model(folder, kind, **settings):
@@ -44,17 +47,20 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def hidden(encoder):
-    """Hidden states of both rows and which of them are no padding: `[2, seq, hidden]`, `[2, seq]`."""
-    encoded = KINDS["classification"].encode(TASKS["RTE"], EXAMPLES, encoder.tokenizer, encoder.max_length)
-    batch = pad_batch(encoded, torch.arange(2).numpy()).map(torch.from_numpy)
+def hidden(encoder, examples=EXAMPLES):
+    """Hidden states of rows and which of them are no padding: `[rows, seq, hidden]`, `[rows, seq]`."""
+    encoded = KINDS["classification"].encode(TASKS["RTE"], examples, encoder.tokenizer, encoder.max_length)
+    batch = pad_batch(encoded, np.arange(len(examples))).map(torch.from_numpy)
     with torch.no_grad():
         return encoder.module.eval()(batch), batch.document_ids > 0
 
 
-def test_checkpoint_step_and_export_give_equal_states(checkpoint_folder, tmp_path):
+def test_checkpoint_step_and_export_give_equal_states_and_each_run_a_copy_of_its_own(checkpoint_folder, tmp_path):
     export_checkpoint(checkpoint_folder, tmp_path / "exported")
     first = load_encoder(checkpoint_folder)
+    copy = first.fresh(1, CPU)
+    for loaded, copied in zip(first.module.parameters(), copy.parameters(), strict=True):
+        assert (loaded == copied).all() and loaded.data_ptr() != copied.data_ptr()
     states, valid = hidden(first)
     assert states.shape == (2, int(valid.sum(1).max()), first.hidden_size)
     assert not torch.allclose(states[0, 0], states[1, 0])
@@ -62,20 +68,9 @@ def test_checkpoint_step_and_export_give_equal_states(checkpoint_folder, tmp_pat
         others, other_valid = hidden(load_encoder(folder))
         assert (valid == other_valid).all()
         torch.testing.assert_close(others[valid], states[valid], rtol=0, atol=1e-5)
-
-
-def test_each_run_has_a_copy_of_its_own_and_random_weights_follow_the_seed(checkpoint_folder):
-    encoder = load_encoder(checkpoint_folder)
-    copy = encoder.fresh(1, torch.device("cpu"))
-    for loaded, copied in zip(encoder.module.parameters(), copy.parameters(), strict=True):
-        assert (loaded == copied).all()
-        assert loaded.data_ptr() != copied.data_ptr()
-    encoder = load_encoder(checkpoint_folder, random_init=True)
-    first, again, other = (
-        next(p for p in encoder.fresh(seed, torch.device("cpu")).parameters() if p.ndim > 1) for seed in (1, 1, 2)
-    )
-    assert (first == again).all()
-    assert (first != other).any()
+    drawn = load_encoder(checkpoint_folder, random_init=True)
+    first, again, other = (next(p for p in drawn.fresh(seed, CPU).parameters() if p.ndim > 1) for seed in (1, 1, 2))
+    assert (first == again).all() and (first != other).any()
 
 
 def test_the_fingerprint_follows_every_weight_and_not_the_step_that_was_named(checkpoint_folder):
@@ -85,35 +80,37 @@ def test_the_fingerprint_follows_every_weight_and_not_the_step_that_was_named(ch
     weights[sorted(weights)[-1]].view(-1)[0] += 1e-3
     save_file(weights, path, {"format": "pt"})
     seal_again(path)
-    assert load_encoder(checkpoint_folder).fingerprint != before
-    whole, step = load_encoder(checkpoint_folder), load_encoder(checkpoint_folder / "iter_0000003")
-    assert whole.fingerprint == step.fingerprint
-    assert whole.fingerprint != load_encoder(checkpoint_folder, random_init=True).fingerprint
+    whole, step = load_encoder(checkpoint_folder).fingerprint, load_encoder(path.parent).fingerprint
+    assert before != whole == step != load_encoder(checkpoint_folder, random_init=True).fingerprint
 
 
 def test_the_fingerprint_of_a_folder_follows_tokenizer_and_settings_and_not_its_place(bert_folder, tmp_path):
-    first = load_encoder(bert_folder)
-    config, settings, vocabulary = (bert_folder / f for f in ("config.json", "tokenizer_config.json", "vocab.txt"))
-    found = [first]
-    for path, before, after in (
-        (settings, '"do_lower_case": true', '"do_lower_case": false'),
-        (vocabulary, "red\ngreen", "green\nred"),
-        (config, '"gelu"', '"relu"'),
+    def fingerprint(folder=bert_folder, **more):
+        return load_encoder(folder, **more).fingerprint
+
+    found = [fingerprint()]
+    for name, before, after in (
+        ("tokenizer_config.json", '"do_lower_case": true', '"do_lower_case": false'),
+        ("vocab.txt", "red\ngreen", "green\nred"),
+        ("config.json", '"gelu"', '"relu"'),
     ):
-        text = path.read_text()
+        text = (bert_folder / name).read_text()
         assert before in text
-        path.write_text(text.replace(before, after))
-        found.append(load_encoder(bert_folder))
-        path.write_text(text)
-    assert len({encoder.fingerprint for encoder in found}) == 4
+        (bert_folder / name).write_text(text.replace(before, after))
+        found.append(fingerprint())
+        (bert_folder / name).write_text(text)
+    assert len({*found}) == 4
     twin = shutil.copytree(bert_folder, tmp_path / "twin")
-    named = {"_name_or_path": str(twin), "transformers_version": "4.0", "torch_dtype": "float32"}
-    change_config(twin, **named)
-    assert load_encoder(twin).fingerprint == first.fingerprint
+    change_config(twin, _name_or_path=str(twin), transformers_version="4.0", torch_dtype="float32")
+    assert fingerprint(twin) == found[0]
     settings = json.loads((twin / "config.json").read_text())
     assert settings.pop("attention_probs_dropout_prob") == 0.1, "transformers' own value, which may be left out"
     (twin / "config.json").write_text(json.dumps(settings))
-    assert load_encoder(twin).fingerprint == first.fingerprint
+    assert fingerprint(twin) == found[0]
+    drawn = fingerprint(random_init=True)
+    assert fingerprint(random_init=True) == drawn
+    change_config(bert_folder, hidden_act="relu")
+    assert fingerprint(random_init=True) != drawn
 
 
 def test_the_origin_says_what_was_loaded_missing_and_unused(bert_folder, checkpoint_folder):
@@ -152,35 +149,35 @@ def test_a_vocabulary_smaller_than_its_model_is_said_and_refused_in_a_run(bert_f
     refused(said, load_encoder, checkpoint_folder)
 
 
-@pytest.mark.parametrize("kind", ["Electra", "DistilBert", "Roberta", "DebertaV2"])
+OTHERS = {
+    "Electra": SIZES,
+    "DistilBert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32},
+    "Roberta": SIZES,
+    "DebertaV2": SIZES | {"relative_attention": True, "pos_att_type": ["c2p"]},
+}
+RELATIVES = {
+    **{"Data2VecText": {}, "IBert": {}, "RobertaPreLayerNorm": {}, "Esm": {"mask_token_id": 4}},
+    **{"Xmod": {"languages": ["en_XX"], "default_language": "en_XX"}},
+    **{"Luke": {"entity_vocab_size": 5, "entity_emb_size": 8}},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
 def test_other_encoders_of_transformers(bert_folder, kind):
-    own = {
-        "DistilBert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32},
-        "DebertaV2": SIZES | {"relative_attention": True, "pos_att_type": ["c2p"]},
-    }
-    write_model(bert_folder, kind, pad_token_id=0, **own.get(kind, SIZES))
+    write_model(bert_folder, kind, pad_token_id=0, **OTHERS[kind])
     encoder = load_encoder(bert_folder)
     states, valid = hidden(encoder)
-    assert states.shape == (*valid.shape, 16)
-    assert torch.isfinite(states).all()
+    assert states.shape == (*valid.shape, 16) and torch.isfinite(states).all()
     assert encoder.tokenizer.rows == usual_rows(encoder.tokenizer.cls_id, encoder.tokenizer.sep_id)
     assert encoder.max_length == (15 if kind == "Roberta" else 16)
 
 
-@pytest.mark.parametrize("kind", ["Data2VecText", "IBert", "RobertaPreLayerNorm", "Xmod", "Luke", "Esm"])
+@pytest.mark.parametrize("kind", RELATIVES)
 def test_relatives_of_roberta_count_positions_from_the_padding(bert_folder, kind):
-    more = {
-        "Xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-        "Luke": {"entity_vocab_size": 5, "entity_emb_size": 8},
-        "Esm": {"mask_token_id": 4},
-    }.get(kind, {})
-    write_model(bert_folder, kind, max_position_embeddings=10, pad_token_id=1, **SIZES, **more)
+    write_model(bert_folder, kind, max_position_embeddings=10, pad_token_id=1, **SIZES, **RELATIVES[kind])
     encoder = load_encoder(bert_folder)
     assert encoder.max_length == 8
-    example = Example(("red cat runs bird sings", "dog blue green"), 0)
-    encoded = KINDS["classification"].encode(TASKS["RTE"], [example], encoder.tokenizer, encoder.max_length)
-    batch = pad_batch(encoded, torch.arange(1).numpy()).map(torch.from_numpy)
-    assert encoder.module.eval()(batch).shape == (1, 8, 16)
+    assert hidden(encoder, [Example(("red cat runs bird sings", "dog blue green"), 0)])[0].shape == (1, 8, 16)
 
 
 @pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert"])
@@ -215,12 +212,10 @@ def test_encoders_with_a_causal_head_in_transformers_are_no_decoders():
 
 
 FNET = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32, "max_position_embeddings": 16}
-HEADS = {"num_attention_heads": 2}
+YOSO = FNET | {"num_attention_heads": 2}
 FUNNEL = {"block_sizes": [1, 1], "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "initializer_std": 0.3}
-SIZES_OF_FAMILIES = {
-    **{"fnet": FNET, "yoso": FNET | HEADS, "convbert": FNET | HEADS | {"embedding_size": 16}, "funnel": FUNNEL},
-    "nystromformer": FNET | HEADS,
-}
+SIZES_OF_FAMILIES = {"fnet": FNET, "yoso": YOSO, "convbert": YOSO | {"embedding_size": 16}, "funnel": FUNNEL}
+SIZES_OF_FAMILIES["nystromformer"] = YOSO
 
 
 @pytest.mark.parametrize("kind", [*PADDING_SENSITIVE, "bert"])
@@ -232,71 +227,55 @@ def test_families_whose_states_depend_on_padding_are_warned_of(bert_folder, kind
         transformers.AutoModel.from_config(config).save_pretrained(bert_folder)
     encoder = load_encoder(bert_folder)
     examples = [Example(("red cat runs sings dog",), 0), Example(("red cat runs sings dog blue green bird",), 0)]
-    rows = KINDS["classification"].encode(TASKS["RTE"], examples, encoder.tokenizer, 16)
-    with torch.no_grad():
-        alone, padded = (
-            encoder.module.eval()(pad_batch(rows, torch.arange(count).numpy()).map(torch.from_numpy))[0, : rows.ends[0]]
-            for count in (1, 2)
-        )
+    (alone, valid), (padded, _) = hidden(encoder, examples[:1]), hidden(encoder, examples)
+    alone, padded = alone[0], padded[0, : valid.shape[1]]
     depends = bool((alone - padded).abs().max() > 1e-3 * alone.abs().max())
     told = f"warning: {bert_folder}: padding changes the states of a {kind} model, so results depend on the rows that"
     assert depends == encoder.warning.startswith(told) == encoder.origin.startswith(told) == (kind != "bert")
 
 
-@pytest.mark.parametrize(
-    ("segments", "first", "expected"), [(1, "<s>", 2), (2, "<s>", 1), (1, "[CLS]", 1), (0, "[CLS]", 1)]
-)
-def test_a_pair_of_a_run_like_roberta_has_two_separators(tmp_path, segments, first, expected):
+def test_a_pair_of_a_run_like_roberta_has_two_separators(tmp_path):
     """As its export has."""
-    last = {"<s>": "</s>", "[CLS]": "[SEP]"}[first]
-    (tmp_path / "vocab.txt").write_text(f"<pad>\n<unk>\n{first}\n{last}\n<mask>\nred\ncat\n")
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
-    tokenizer.settle_rows(segments)
-    assert tokenizer.rows == usual_rows(2, 3, expected == 2)
-    (tmp_path / "out").mkdir()
-    write_tokenizer(tokenizer, tmp_path / "out", 16, segments)
-    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("red", "cat")["input_ids"]
-    assert ids == [2, 5, *[3] * expected, 6, 3]
-
-
-def test_a_run_in_the_style_of_roberta_has_two_separators_between_texts(tmp_path):
-    (tmp_path / "vocab.txt").write_text("<pad>\n<unk>\n<s>\n</s>\n<mask>\nred\ncat\n")
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
-    folder = write_checkpoint(tmp_path / "run", tokenizer, num_segments=1, position_encoding="absolute")
-    assert load_encoder(folder).tokenizer.rows == usual_rows(2, 3, True)
+    for number, (segments, first, expected) in enumerate(
+        ((1, "<s>", 2), (2, "<s>", 1), (1, "[CLS]", 1), (0, "[CLS]", 1))
+    ):
+        last = {"<s>": "</s>", "[CLS]": "[SEP]"}[first]
+        (tmp_path / "vocab.txt").write_text(f"<pad>\n<unk>\n{first}\n{last}\n<mask>\nred\ncat\n")
+        tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
+        if number == 0:
+            run = write_checkpoint(tmp_path / "run", tokenizer, num_segments=1, position_encoding="absolute")
+            assert load_encoder(run).tokenizer.rows == usual_rows(2, 3, True)
+        tokenizer.settle_rows(segments)
+        assert tokenizer.rows == usual_rows(2, 3, expected == 2)
+        out = tmp_path / f"out{number}"
+        out.mkdir()
+        write_tokenizer(tokenizer, out, 16, segments)
+        ids = transformers.AutoTokenizer.from_pretrained(out)("red", "cat")["input_ids"]
+        assert ids == [2, 5, *[3] * expected, 6, 3]
 
 
 def test_a_folder_in_half_precision_is_fine_tuned_and_drawn_anew_in_fp32(bert_folder):
     transformers.BertModel.from_pretrained(bert_folder).half().save_pretrained(bert_folder)
     loaded, drawn = load_encoder(bert_folder), load_encoder(bert_folder, random_init=True)
-    device = torch.device("cpu")
-    headed = loaded.family_model(loaded.fresh(1, device), SEQUENCE, Labels(("a", "b"), None))
-    for module in (loaded.module, headed, drawn.fresh(1, device)):
+    headed = loaded.family_model(loaded.fresh(1, CPU), SEQUENCE, Labels(("a", "b"), None))
+    for module in (loaded.module, headed, drawn.fresh(1, CPU)):
         assert {weight.dtype for weight in module.parameters()} == {torch.float32}
 
 
 def test_a_head_for_answers_has_two_outputs_whatever_the_folder_classified(bert_folder):
     change_config(bert_folder, id2label={str(i): f"l{i}" for i in range(5)})
     encoder = load_encoder(bert_folder)
-    headed = encoder.family_model(encoder.fresh(1, torch.device("cpu")), SPAN, Labels((), None))
-    assert headed.model.qa_outputs.out_features == 2
+    assert encoder.family_model(encoder.fresh(1, CPU), SPAN, Labels((), None)).model.qa_outputs.out_features == 2
 
 
-def test_random_encoders_of_equal_shapes_and_other_settings_are_two(bert_folder):
-    first = load_encoder(bert_folder, random_init=True).fingerprint
-    assert load_encoder(bert_folder, random_init=True).fingerprint == first
-    change_config(bert_folder, hidden_act="relu")
-    assert load_encoder(bert_folder, random_init=True).fingerprint != first
-
-
-@pytest.mark.parametrize("written", [{}, {"model_type": None}, {"model_type": 5}, {"model_type": ""}])
-def test_a_configuration_without_its_model_type_is_named(bert_folder, written):
+def test_a_configuration_without_its_model_type_is_named(bert_folder):
     path = bert_folder / "config.json"
     values = json.loads(path.read_text())
     del values["model_type"]
-    path.write_text(json.dumps(values | written))
-    for read in (load_encoder, read_folder, lambda folder: find_snapshots([folder], every=False)):
-        refused(r"config\.json: model_type (is missing|is (None|5|'')), expected the name", read, bert_folder)
+    for written in ({}, {"model_type": None}, {"model_type": 5}, {"model_type": ""}):
+        path.write_text(json.dumps(values | written))
+        for read in FINDERS:
+            refused(r"config\.json: model_type (is missing|is (None|5|'')), expected the name", read, bert_folder)
 
 
 def wrapped(folder, bert, name):
@@ -321,25 +300,19 @@ def wrapped(folder, bert, name):
 def test_a_folder_around_a_model_names_the_one_inside(bert_folder, tmp_path, name):
     outer = tmp_path / name
     place = wrapped(outer, bert_folder, name)
-    readers = (
-        *(load_encoder, read_folder, choose_checkpoint, lambda folder: find_snapshots([folder], every=False)),
-        *(lambda folder: refuse_folders(tmp_path / "save", folder), lambda folder: load_encoder(folder.parent)),
-    )
-    for read in readers[: 6 if name == "cache" else 5]:
-        if name == "cache" and read is readers[5]:
-            outer = outer.rename(outer.with_name("models--org--bert"))
-            place = outer / "snapshots" / "1f"
+    for read in (*FINDERS, choose_checkpoint, lambda folder: refuse_folders(tmp_path / "save", folder)):
         refused(re.escape(f"give a folder inside it that holds a model, such as {place}"), read, outer)
+    if name == "cache":
+        outer = outer.rename(outer.with_name("models--org--bert"))
+        place = outer / "snapshots" / "1f"
+        refused(re.escape(f"give a folder inside it that holds a model, such as {place}"), load_encoder, outer.parent)
 
 
+ADAPTER, TENSORFLOW = "an adapter (LoRA, PEFT) without its model", "weights of TensorFlow"
 FORMS = {
-    "adapter_config.json": "an adapter (LoRA, PEFT) without its model",
-    "checkpoint-9/adapter_config.json": "an adapter (LoRA, PEFT) without its model",
-    "tf_model.h5": "weights of TensorFlow",
-    "bert_model.ckpt.index": "weights of TensorFlow",
-    "flax_model.msgpack": "weights of Flax",
-    "onnx/model_quantized.onnx": "a model in ONNX",
-    "m.Q4.gguf": "weights in GGUF",
+    **{"adapter_config.json": ADAPTER, "checkpoint-9/adapter_config.json": ADAPTER, "m.Q4.gguf": "weights in GGUF"},
+    **{"tf_model.h5": TENSORFLOW, "bert_model.ckpt.index": TENSORFLOW, "flax_model.msgpack": "weights of Flax"},
+    **{"onnx/model_quantized.onnx": "a model in ONNX"},
 }
 
 
@@ -355,9 +328,10 @@ def test_a_folder_with_a_model_in_another_form_says_which(bert_folder, name, has
         refused(re.escape(f"it holds {FORMS[name]}"), read, bert_folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "vocab.txt", "tokenizer_config.json", "model.safetensors", "pickle"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "vocab.txt", "tokenizer_config.json", "model.safetensors", "pytorch_model.bin"]
+)
 def test_a_pointer_of_git_lfs_in_a_folder_is_named(bert_folder, name):
-    name = "pytorch_model.bin" if name == "pickle" else name
     if name == "pytorch_model.bin":
         (bert_folder / "model.safetensors").unlink()
     (bert_folder / name).write_text(POINTER)
