@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,9 @@ from tests.unit.tasks.minimal_pairs.conftest import PAIRS, write_pairs
 
 transformers = pytest.importorskip("transformers")
 SENTENCES = [sentence for pair in PAIRS for sentence in pair]
+
+
+CPU = torch.device("cpu")
 
 
 def twin(model, tokenizer, pieces, score):
@@ -47,7 +51,7 @@ def both(request, checkpoints, tmp_path_factory):
 
 def scores(folder, score="l2r", budget=64, sentences=SENTENCES):
     encoder = load_masked_lm(folder)
-    model = piece_logits(encoder, 0, torch.device("cpu"))
+    model = piece_logits(encoder, 0, CPU)
     return score_sentences(model, encoder.tokenizer, encoder.tokenizer.encode_batch(sentences), score, budget)
 
 
@@ -62,23 +66,19 @@ def test_a_checkpoint_and_its_export_score_as_the_twin(both, score, tokenizer):
 
 def test_the_kinds_differ_where_a_word_has_several_pieces_and_equal_sentences_are_scored_once(checkpoints):
     found = {score: scores(checkpoints["ddrp"], score) for score in SCORES}
-    whole = scores(checkpoints["ddrp"], "pll", sentences=["the red cat, the dog."])
-    assert whole == scores(checkpoints["ddrp"], "l2r", sentences=["the red cat, the dog."])
-    assert whole == scores(checkpoints["ddrp"], "whole-word", sentences=["the red cat, the dog."])
-    assert abs(found["pll"] - found["l2r"]).max() > 1e-3
-    assert abs(found["l2r"] - found["whole-word"]).max() > 1e-3
+    whole = [scores(checkpoints["ddrp"], score, sentences=["the red cat, the dog."]) for score in SCORES]
+    assert whole == [whole[0]] * 3
+    for one, other in (("pll", "l2r"), ("l2r", "whole-word")):
+        assert abs(found[one] - found[other]).max() > 1e-3
+    for budget in (1, 40, 10_000):
+        assert abs(scores(checkpoints["ddrp"], budget=budget) - found["l2r"]).max() < 1e-4
     done = []
     encoder = load_masked_lm(checkpoints["absolute"])
-    model = piece_logits(encoder, 0, torch.device("cpu"))
+    model = piece_logits(encoder, 0, CPU)
     cat, dog = encoder.tokenizer.encode_batch(["the cat.", "the dog."])
     found = score_sentences(model, encoder.tokenizer, [cat, dog, cat], "pll", 100, done.append)
     assert sum(done) == len(cat) + len(dog)
     assert found[0] == found[2] != found[1]
-
-
-@pytest.mark.parametrize("budget", [1, 40, 10_000])
-def test_batches_change_nothing(checkpoints, budget):
-    assert abs(scores(checkpoints["ddrp"], budget=budget) - scores(checkpoints["ddrp"])).max() < 1e-4
 
 
 class Pieces:
@@ -87,41 +87,33 @@ class Pieces:
     cls_id, sep_id, mask_id = 0, 1, 2
 
     def __init__(self, *pieces, mark):
-        import numpy as np
-
         self.pieces, self.rows = ["<s>", "</s>", "<mask>", *pieces], usual_rows(0, 1)
         self.word_starts = np.array([piece.startswith(("<", mark)) for piece in self.pieces])
         self.word_ends = np.zeros(len(self.pieces), bool)
 
 
-@pytest.mark.parametrize("mark", ["\u2581", "\u0120"], ids=["SentencePiece", "byte-level BPE"])
-@pytest.mark.parametrize(
-    ("score", "expected"),
-    [
-        ("pll", ["?sings.", "the?s.", "thesing?.", "thesings?"]),
-        ("l2r", ["?sings.", "the???", "thesing??", "thesings?"]),
-        ("whole-word", ["?sings.", "the???", "the???", "the???"]),
-    ],
-)
-def test_words_begin_at_the_mark_and_punctuation_ends_the_word_before_it(mark, score, expected):
-    """A text's first piece begins a word without a mark, as byte-level BPE has it."""
-    vocabulary = Pieces("the", f"{mark}sing", "s", ".", mark=mark)
-    (rows,) = masked_rows([[3, 4, 5, 6]], vocabulary, score, 1000)
-    shown = ["".join("?" if i == 2 else vocabulary.pieces[i].removeprefix(mark) for i in row[1:-1]) for row in rows.ids]
-    assert shown == expected
-    assert rows.places.tolist() == [1, 2, 3, 4]
-    assert rows.targets.tolist() == [3, 4, 5, 6]
+MASKED = {
+    "pll": (["?sings.", "the?s.", "thesing?.", "thesings?"], ["0?45", "03?5", "034?"]),
+    "l2r": (["?sings.", "the???", "thesing??", "thesings?"], ["0??5", "03?5", "034?"]),
+    "whole-word": (["?sings.", "the???", "the???", "the???"], ["0??5", "0??5", "034?"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("score", "expected"),
-    [("pll", ["0?45", "03?5", "034?"]), ("l2r", ["0??5", "03?5", "034?"]), ("whole-word", ["0??5", "0??5", "034?"])],
-)
-def test_a_sentence_may_begin_inside_a_word(score, expected):
-    """Its first word is not that of [CLS], which stays."""
-    vocabulary = Pieces("s", "ing", "\u2581the", mark="\u2581")
-    (rows,) = masked_rows([[3, 4, 5]], vocabulary, score, 1000)
-    assert ["".join(map(str, row)).replace("2", "?") for row in rows.ids] == [f"{row}1" for row in expected]
+@pytest.mark.parametrize("score", MASKED)
+def test_words_begin_at_the_mark_and_punctuation_ends_the_word_before_it(score):
+    """A text's first piece begins a word without a mark, as byte-level BPE has it; a sentence may begin inside a word.
+
+    Its first word is not that of [CLS], which stays.
+    """
+    whole, inside = MASKED[score]
+    for mark in ("\u2581", "\u0120"):  # of SentencePiece and of byte-level BPE
+        vocabulary = Pieces("the", f"{mark}sing", "s", ".", mark=mark)
+        (rows,) = masked_rows([[3, 4, 5, 6]], vocabulary, score, 1000)
+        pieces = ["?" if piece == "<mask>" else piece.removeprefix(mark) for piece in vocabulary.pieces]
+        assert ["".join(pieces[i] for i in row[1:-1]) for row in rows.ids] == whole
+        assert rows.places.tolist() == [1, 2, 3, 4] and rows.targets.tolist() == [3, 4, 5, 6]
+    (rows,) = masked_rows([[3, 4, 5]], Pieces("s", "ing", "\u2581the", mark="\u2581"), score, 1000)
+    assert ["".join(map(str, row)).replace("2", "?") for row in rows.ids] == [f"{row}1" for row in inside]
 
 
 def test_a_sentence_may_have_all_positions_of_the_encoder(tokenizer, tmp_path):
@@ -131,48 +123,44 @@ def test_a_sentence_may_have_all_positions_of_the_encoder(tokenizer, tmp_path):
     refused(said, encode_pairs, paradigm, tokenizer, 6)
 
 
-@pytest.mark.parametrize("score", SCORES)
-def test_specials_are_never_masked_nor_scored(tokenizer, score):
-    sentences = tokenizer.encode_batch(SENTENCES)
-    for rows in masked_rows(sentences, tokenizer, score, 50):
-        assert (rows.ids[:, 0] == tokenizer.cls_id).all()
-        assert (rows.ids[:, -1] == tokenizer.sep_id).all()
-        assert (rows.places > 0).all() and (rows.places < rows.ids.shape[1] - 1).all()
-        assert rows.ids.size <= max(50, rows.ids.shape[1])
+def test_specials_are_never_masked_nor_scored(tokenizer):
+    for score in SCORES:
+        for rows in masked_rows(tokenizer.encode_batch(SENTENCES), tokenizer, score, 50):
+            assert (rows.ids[:, [0, -1]] == [tokenizer.cls_id, tokenizer.sep_id]).all()
+            assert (rows.places > 0).all() and (rows.places < rows.ids.shape[1] - 1).all()
+            assert rows.ids.size <= max(50, rows.ids.shape[1])
 
 
-transformers = pytest.importorskip("transformers")
 SIZES = {
     **{"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
     **{"intermediate_size": 32, "max_position_embeddings": 32, "pad_token_id": 0},
 }
 FAMILIES = {
-    "bert": {},
-    "roberta": {},
-    "electra": {"embedding_size": 8},
-    "albert": {"embedding_size": 8},
+    **{"bert": {}, "roberta": {}, "mpnet": {}, "electra": {"embedding_size": 8}, "albert": {"embedding_size": 8}},
     "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     "modernbert": {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3},
-    "mpnet": {},
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_head_sees_one_place_and_gives_the_logits_of_the_whole_row(family):
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **(SIZES | FAMILIES[family]))
-    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
+def assert_logits(model, is_narrow):
+    """Compare the logits of one place of each row with those of the whole rows."""
     ids, places = torch.randint(4, 20, (3, 7)), torch.tensor([1, 5, 3])
     with torch.inference_mode():
         expected = model(ids).logits[torch.arange(3), places]
         one_place = HuggingFaceLogits(model)
-        torch.testing.assert_close(one_place(ids, places), expected, rtol=0, atol=1e-5)
-    assert one_place.is_narrow
+        torch.testing.assert_close(one_place(ids, places), expected, rtol=0, atol=1e-5 if is_narrow else 0)
+    assert one_place.is_narrow == is_narrow
     assert expected.std() > 1e-3
 
 
-def test_a_head_that_takes_its_states_elsewhere_gets_the_whole_row():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_sees_one_place_and_gives_the_logits_of_the_whole_row(family, torch_seed):
+    config = transformers.AutoConfig.for_model(family, **(SIZES | FAMILIES[family]))
+    assert_logits(transformers.AutoModelForMaskedLM.from_config(config).eval(), is_narrow=True)
+
+
+def test_a_head_that_takes_its_states_elsewhere_gets_the_whole_row(torch_seed):
     class Elsewhere(torch.nn.Module):
         """The head reads the states of a second pass, at a place of its own."""
 
@@ -185,15 +173,7 @@ def test_a_head_that_takes_its_states_elsewhere_gets_the_whole_row():
             output["logits"] = output.logits + torch.arange(output.logits.shape[1])[:, None]
             return output
 
-    torch.manual_seed(0)
-    config = transformers.BertConfig(**SIZES)
-    model = Elsewhere(transformers.BertForMaskedLM(config).eval())
-    ids, places = torch.randint(4, 20, (3, 7)), torch.tensor([1, 5, 3])
-    with torch.inference_mode():
-        expected = model(ids).logits[torch.arange(3), places]
-        logits = HuggingFaceLogits(model)
-        assert torch.equal(logits(ids, places), expected)
-    assert not logits.is_narrow
+    assert_logits(Elsewhere(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).eval()), is_narrow=False)
 
 
 @pytest.mark.parametrize("name", ["BertModel", "ElectraForPreTraining", "BertForSequenceClassification"])
@@ -213,11 +193,9 @@ def test_a_discriminator_of_ours_is_refused_as_checkpoint_and_as_export(tmp_path
 
 
 def test_random_weights_follow_their_seed_and_are_not_those_of_the_folder(checkpoints):
-    encoder = load_masked_lm(checkpoints["absolute"], random_init=True)
+    drawn, loaded = (load_masked_lm(checkpoints["absolute"], random_init=drawn) for drawn in (True, False))
     ids, places = torch.tensor([[2, 5, 4, 3]]), torch.tensor([2])
     with torch.inference_mode():
-        first, again, other = (piece_logits(encoder, seed, torch.device("cpu"))(ids, places) for seed in (1, 1, 2))
-        loaded = piece_logits(load_masked_lm(checkpoints["absolute"]), 1, torch.device("cpu"))(ids, places)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert not torch.equal(first, loaded)
+        models = ((drawn, 1), (drawn, 1), (drawn, 2), (loaded, 1))
+        first, again, *others = (piece_logits(encoder, seed, CPU)(ids, places) for encoder, seed in models)
+    assert torch.equal(first, again) and not any(torch.equal(first, other) for other in others)
