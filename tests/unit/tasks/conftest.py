@@ -53,11 +53,8 @@ def model_of(out):
 def sentences(count, seed):
     """Random sentences of three words; the label says whether the first word is a colour."""
     rng = np.random.default_rng(seed)
-    rows = []
-    for _ in range(count):
-        words = [WORDS[index] for index in rng.choice(len(WORDS), 3)]
-        rows.append((" ".join(words), int(WORDS.index(words[0]) < 3)))
-    return rows
+    drawn = (rng.choice(len(WORDS), 3) for _ in range(count))
+    return [(" ".join(WORDS[index] for index in indices), int(indices[0] < 3)) for indices in drawn]
 
 
 def finished(run, score=0.5, **more):
@@ -111,13 +108,10 @@ def glue_dir(tmp_path):
 @pytest.fixture
 def three_tasks(glue_dir):
     """`glue_dir` with a regression, a task of two development files, and test sets."""
+    of_mnli = {"train": 64, "dev_matched": 21, "dev_mismatched": 17, "test_matched": 13, "test_mismatched": 13}
     shapes = {
         "STS-B": ("score", {"train": 64, "dev": 21, "test": 13}, cycle(["0.000", "2.500", "4.750"])),
-        "MNLI": (
-            "gold_label",
-            {"train": 64, "dev_matched": 21, "dev_mismatched": 17, "test_matched": 13, "test_mismatched": 13},
-            cycle(["neutral", "entailment", "contradiction"]),
-        ),
+        "MNLI": ("gold_label", of_mnli, cycle(["neutral", "entailment", "contradiction"])),
     }
     for task, (label_column, files, labels) in shapes.items():
         (glue_dir / task).mkdir()
@@ -137,11 +131,6 @@ def first_word_kind(text):
     return KINDS_OF_FIRST_WORD.get(text.split()[0], "other")
 
 
-@pytest.fixture
-def topics(tmp_path):
-    return write_topics(tmp_path / "topics")
-
-
 def write_topics(folder):
     """Write a three-class task in JSON lines and a test file without labels; return their folder."""
     folder.mkdir()
@@ -154,6 +143,11 @@ def write_topics(folder):
 
 
 @pytest.fixture
+def topics(tmp_path):
+    return write_topics(tmp_path / "topics")
+
+
+@pytest.fixture
 def bert_folder(tmp_path):
     return write_bert(tmp_path / "bert")
 
@@ -163,16 +157,9 @@ def write_bert(folder, words=WORDS, hidden=16, max_length=16, spread=0.2):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     pieces = [*SPECIAL, *words]
-    config = transformers.BertConfig(
-        vocab_size=len(pieces),
-        hidden_size=hidden,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=2 * hidden,
-        max_position_embeddings=max_length,
-        initializer_range=spread,
-    )
-    transformers.BertForMaskedLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 2 * hidden}
+    sizes |= {"vocab_size": len(pieces), "max_position_embeddings": max_length, "initializer_range": spread}
+    transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
     return folder
@@ -192,34 +179,20 @@ def checkpoint_folder(tmp_path, request):
 
 def write_checkpoint(folder, tokenizer, position_encoding):
     """Write a run's folder with a tiny model of random weights that knows 16 positions; return it."""
-    path = folder / checkpoint.tag(3)
-    path.mkdir(parents=True)
-    tokenizer.save(folder / checkpoint.TOKENIZER)
-    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16}
-    config = Config().replace(
-        model={
-            **sizes,
-            "vocab_size": tokenizer.vocab_size,
-            "position_encoding": position_encoding,
-            "init_method_std": 0.2,
-        }
-    )
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16, "init_method_std": 0.2}
+    sizes |= {"vocab_size": tokenizer.vocab_size, "position_encoding": position_encoding}
+    config = Config().replace(model=sizes)
     torch.manual_seed(0)
-    files = {checkpoint.WEIGHTS: checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)}
-    checkpoint.write_state(path, {"iteration": 3, "files": files, "config": config.to_dict()})
+    write_step(folder, 3, dict(build_model(config.model).named_parameters()), config)
+    tokenizer.save(folder / checkpoint.TOKENIZER)
     save_config(config, folder)
-    checkpoint.mark_latest(folder, path.name)
     return folder
 
 
-def save_again(folder):
-    """Write the next checkpoint of a run's folder, with other weights, as a run does that still trains."""
-    newest = checkpoint.newest(folder)
-    model, _, config = checkpoint.read_model(newest)
-    weights = {name: weight + torch.rand_like(weight) for name, weight in model.named_parameters()}
-    step = checkpoint.read_state(newest)["iteration"] + 1
+def write_step(folder, step, weights, config):
+    """Write a checkpoint, the newest one, into a run's folder."""
     path = folder / checkpoint.tag(step)
-    path.mkdir()
+    path.mkdir(parents=True)
     files = {checkpoint.WEIGHTS: checkpoint.save_weights(weights, path)}
     checkpoint.write_state(path, {"iteration": step, "files": files, "config": config.to_dict()})
     checkpoint.mark_latest(folder, path.name)
@@ -227,12 +200,15 @@ def save_again(folder):
 
 @pytest.fixture
 def training_run(checkpoint_folder, monkeypatch):
-    """A run's folder that gets a new checkpoint after each one that is loaded; the first one is iter_0000003."""
+    """A run's folder that gets a checkpoint of other weights after each that is loaded; iter_0000003 is the first."""
     read_model = encoder.read_model
 
     def read(path):
         found = read_model(path)
-        save_again(checkpoint_folder)
+        newest = checkpoint.newest(checkpoint_folder)
+        model, _, config = checkpoint.read_model(newest)
+        weights = {name: weight + torch.rand_like(weight) for name, weight in model.named_parameters()}
+        write_step(checkpoint_folder, checkpoint.read_state(newest)["iteration"] + 1, weights, config)
         return found
 
     monkeypatch.setattr(encoder, "read_model", read)
@@ -241,11 +217,9 @@ def training_run(checkpoint_folder, monkeypatch):
 
 def read_examples(path, task):
     """Read a file by the usual columns of the task's kind, every row checked."""
-    kind = KINDS[task.kind]
-    examples = []
+    kind, examples = KINDS[task.kind], []
     for row in read_rows(str(path)):
-        texts = kind.texts(row.cells, kind.usual_columns)
-        label = row.cells[kind.usual_columns.label]
+        texts, label = kind.texts(row.cells, kind.usual_columns), row.cells[kind.usual_columns.label]
         kind.check(texts, label)
         examples.append(Example(texts, kind.label(label, task)))
     return examples

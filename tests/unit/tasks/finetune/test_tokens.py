@@ -24,83 +24,64 @@ from megatron_ddrp.tasks.finetune.table_files import Example, Task, conll_text, 
 from tests.sentencepiece_models import train_model
 from tests.unit.tasks.conftest import SPECIAL, fine_tune, read_examples, tokenizer_of, write_bert
 
-CASED = ["Un", "##happ", "##y", "New", "York", "caf", "##é", "!", ".", "中", "文"]
+MANY = ["unhappy", "Привет", "мир", "\x00", "中", "文", ",", "cafe\u0301s", "ﬁ", "\U0001f680", "お茶", "-LRB-"]
 
 
-@pytest.fixture(scope="module")
-def wordpiece(tmp_path_factory):
-    return tokenizer_of(tmp_path_factory.mktemp("words"), CASED, "BertWordPieceCase")
-
-
-@pytest.fixture(scope="module")
-def sentencepiece_tokenizer(tmp_path_factory):
+def test_pieces_of_words_and_of_an_answer_are_those_of_the_text(tmp_path):
+    """A piece never spans two words here, so the words can be taken one by one; a lone ▁ is the next word's."""
+    pieces = ["Un", "##happ", "##y", "New", "York", "caf", "##é", "!", ".", "中", "文"]
+    wordpiece = tokenizer_of(tmp_path, pieces, "BertWordPieceCase")
     texts = ["unhappy cafés in New York", "ein Dörfchen 中文 お茶", "Привет, мир!"] * 20
-    path = train_model(tmp_path_factory.mktemp("sp") / "m.model", texts, vocab_size=70)
-    return build_tokenizer("SentencePiece", tokenizer_model=path)
-
-
-@pytest.fixture(scope="module")
-def byte_level(tmp_path_factory):
+    path = train_model(tmp_path / "m.model", texts, vocab_size=70)
+    sentencepiece = build_tokenizer("SentencePiece", tokenizer_model=path)
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet)
     backend.train_from_iterator(["the unhappy cats in New York"] * 9, trainer)
-    folder = tmp_path_factory.mktemp("hf")
-    backend.save(str(folder / "tokenizer.json"))
-    return build_tokenizer("HuggingFace", tokenizer_model=folder)
+    (tmp_path / "hf").mkdir()
+    backend.save(str(tmp_path / "hf" / "tokenizer.json"))
+    byte_level = build_tokenizer("HuggingFace", tokenizer_model=tmp_path / "hf")
 
+    def spelled(tokenizer, words):
+        return [[tokenizer.pieces[i] for i in pieces] for pieces in pieces_of_words(tokenizer, words)]
 
-def spelled(tokenizer, words):
-    return [[tokenizer.pieces[i] for i in pieces] for pieces in pieces_of_words(tokenizer, words)]
-
-
-def test_pieces_of_words_in_wordpiece(wordpiece):
     words = ["Unhappy", "New York", "\x00\u200b", "café!", "中文", "nothing", "", "York"]
     expected = ("Un ##happ ##y", "New York", "[UNK]", "caf ##é !", "中 文", "[UNK]", "[UNK]", "York")
     assert spelled(wordpiece, words) == [pieces.split() for pieces in expected]
-
-
-MANY = ["unhappy", "Привет", "мир", "\x00", "中", "文", ",", "cafe\u0301s", "ﬁ", "\U0001f680", "お茶", "-LRB-"]
-
-
-def test_pieces_of_words_in_sentencepiece_and_byte_level_bpe_are_those_of_the_text(
-    sentencepiece_tokenizer, byte_level, wordpiece
-):
-    """A piece never spans two words here, so the words can be taken one by one; a lone ▁ is the next word's."""
     visible = [word for word in MANY if word != "\x00"]
-    alone = [sentencepiece_tokenizer.encode(word) or [sentencepiece_tokenizer.unk_id] for word in visible]
-    assert pieces_of_words(sentencepiece_tokenizer, visible) == alone
-    assert spelled(sentencepiece_tokenizer, ["中", "文"])[1][0] == "▁"
+    alone = [sentencepiece.encode(word) or [sentencepiece.unk_id] for word in visible]
+    assert pieces_of_words(sentencepiece, visible) == alone
+    assert spelled(sentencepiece, ["中", "文"])[1][0] == "▁"
     pieces = pieces_of_words(byte_level, MANY)
-    assert pieces[0] == byte_level.encode(MANY[0])
-    assert pieces[1:] == [byte_level.encode(" " + word) for word in MANY[1:]]
+    assert pieces == [byte_level.encode(MANY[0]), *(byte_level.encode(" " + word) for word in MANY[1:])]
     assert byte_level.pieces[pieces[1][0]].startswith("Ġ")
-    for tokenizer in (wordpiece, sentencepiece_tokenizer, byte_level):
+    for tokenizer in (wordpiece, sentencepiece, byte_level):
         pieces = [piece for own in pieces_of_words(tokenizer, MANY) for piece in own]
         in_text = tokenizer.encode(" ".join(MANY))
         assert [p for p in pieces if p != tokenizer.unk_id] == [p for p in in_text if p != tokenizer.unk_id]
+    context = "the cafés in New York, the unhappy"
+    ids, spans = byte_level.encode_with_spans(context)
+    for answer in ("New York", "cafés", "York", "unhappy", "the"):
+        begin = context.index(answer)
+        first, last = pieces_of_answer(np.array(spans), begin, begin + len(answer))
+        assert context[spans[first][0] : spans[last][1]].strip() == answer
+    assert pieces_of_answer(np.array([(0, 2), (3, 5)]), 2, 3) is None
 
 
-def test_windows_by_hand():
+def test_windows_by_hand_and_of_any_sentence_label_every_word_once():
     assert windows_of([], 4, 2) == []
     assert windows_of([1, 2, 1], 4, 2) == [Window(0, 3, 0, 3)]
     # Words of one piece: 0123 | 2345 | 4567, and of each pair of shared words one goes to either side.
     assert windows_of([1] * 8, 4, 2) == [Window(0, 4, 0, 3), Window(2, 6, 3, 5), Window(4, 8, 5, 8)]
     assert windows_of([9, 1, 9], 4, 2) == [Window(0, 1, 0, 1), Window(1, 2, 1, 2), Window(2, 3, 2, 3)]
-    assert context_windows(0, 5, 2) == [(0, 0)]
-    assert context_windows(5, 5, 2) == [(0, 5)]
-    assert context_windows(6, 5, 2) == [(0, 5), (3, 6)]
-    assert context_windows(11, 5, 2) == [(0, 5), (3, 8), (6, 11)]
+    by_hand = {0: [(0, 0)], 5: [(0, 5)], 6: [(0, 5), (3, 6)], 11: [(0, 5), (3, 8), (6, 11)]}
+    assert {pieces: context_windows(pieces, 5, 2) for pieces in by_hand} == by_hand
     for pieces in range(40):
         windows = context_windows(pieces, 7, 3)
         assert {p for begin, end in windows for p in range(begin, end)} == set(range(pieces))
         assert all(former[1] - latter[0] == 3 for former, latter in zip(windows, windows[1:], strict=False))
-
-
-def test_windows_of_any_sentence_label_every_word_once():
-    rng = np.random.default_rng(3)
-    longest = 0
+    rng, longest = np.random.default_rng(3), 0
     for _ in range(300):
         room = int(rng.integers(1, 12))
         lengths = rng.integers(1, 7, size=rng.integers(1, 30)).tolist()
@@ -113,43 +94,31 @@ def test_windows_of_any_sentence_label_every_word_once():
     assert longest > 5
 
 
-def test_pieces_of_an_answer(byte_level):
-    context = "the cafés in New York, the unhappy"
-    ids, spans = byte_level.encode_with_spans(context)
-    for answer in ("New York", "cafés", "York", "unhappy", "the"):
-        begin = context.index(answer)
-        first, last = pieces_of_answer(np.array(spans), begin, begin + len(answer))
-        assert context[spans[first][0] : spans[last][1]].strip() == answer
-    assert pieces_of_answer(np.array([(0, 2), (3, 5)]), 2, 3) is None
-
-
 KIND = KINDS["tokens"]
 NAMES = {"PER": ["ada", "max"], "LOC": ["ulm", "rome"], "ORG": ["acme", "fiat"], "MISC": ["roman", "latin"]}
 FILLERS = ["and", "then", "so", "it", "was"]
 TAGS = ("O", *(f"{prefix}-{name}" for prefix in "BI" for name in NAMES))
 TASK = Task("ner", "seqeval", "tokens", TAGS)
-PIECES = ["un", "##happ", "##y", "ada"]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return tokenizer_of(tmp_path_factory.mktemp("tokens"), PIECES)
+    return tokenizer_of(tmp_path_factory.mktemp("tokens"), ["un", "##happ", "##y", "ada"])
 
 
 def encode(tokenizer, examples, max_length=16, task=TASK):
     return KIND.encode(task, examples, tokenizer, max_length)
 
 
-def by_row(encoded, values):
-    return [part.tolist() for part in np.split(np.asarray(values), encoded.ends[:-1])]
-
-
 def test_the_first_piece_of_a_word_has_its_label(tokenizer):
+    def by_row(values):
+        return [part.tolist() for part in np.split(np.asarray(values), encoded.ends[:-1])]
+
     encoded = encode(tokenizer, [Example(("unhappy", "Ada", "\u200b"), [0.0, 1.0, 2.0]), Example(("ada",), [3.0])])
     unk, cls, sep, un, happ, y, ada = (tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id, 5, 6, 7, 8)
-    assert by_row(encoded, encoded.pieces) == [[cls, un, happ, y, ada, unk, sep], [cls, ada, sep]]
+    assert by_row(encoded.pieces) == [[cls, un, happ, y, ada, unk, sep], [cls, ada, sep]]
     no = IGNORED_LABEL
-    assert by_row(encoded, encoded.targets) == [[no, 0, no, no, 1, 2, no], [no, 3, no]]
+    assert by_row(encoded.targets) == [[no, 0, no, no, 1, 2, no], [no, 3, no]]
     assert KIND.targets(encoded, np.array([1, 0])).tolist() == [[no, 3, no, no, no, no, no], [no, 0, no, no, 1, 2, no]]
     assert KIND.size(encoded, np.array([0, 1])) == 4
     assert list(encoded.answers.by_sentence()) == [["O", "B-PER", "B-LOC"], ["B-ORG"]]
@@ -180,21 +149,16 @@ def test_words_without_labels_are_predicted_all_the_same(tokenizer):
     assert list(KIND.as_values(TASK, no_prediction)) == [[None, None]]
 
 
-def loss_twin(outputs, words):
-    """−Σ log softmax of the labels, from float64 lists; `words` are (row, position, class)."""
-    total = 0.0
-    for row, position, label in words:
-        logits = [float(value) for value in outputs[row, position]]
-        total -= logits[label] - math.log(sum(math.exp(value) for value in logits))
-    return total
-
-
 def test_the_loss_is_that_of_its_twin(tokenizer):
+    """−Σ log softmax of the labels, from float64 lists."""
     encoded = encode(tokenizer, [Example(("unhappy", "ada"), [0.0, 7.0]), Example(("ada",), [3.0])])
     torch.manual_seed(0)
     outputs = torch.randn(2, 6, 9, dtype=torch.float64)
     targets = torch.from_numpy(KIND.targets(encoded, np.array([0, 1])))
-    twin = loss_twin(outputs, [(0, 1, 0), (0, 4, 7), (1, 1, 3)])
+    twin = 0.0
+    for row, position, label in ((0, 1, 0), (0, 4, 7), (1, 1, 3)):
+        logits = outputs[row, position].tolist()
+        twin -= logits[label] - math.log(sum(math.exp(value) for value in logits))
     assert KIND.loss_sum(outputs, targets).item() == pytest.approx(twin, rel=1e-12)
 
 
@@ -245,32 +209,27 @@ def test_values_say_the_same_again_and_nan_is_a_tag():
     np.testing.assert_array_equal(KIND.read(task, values, values)[1].classes, side.classes)
 
 
-@pytest.mark.parametrize(
-    ("told", "gold"), [(["O"], ["O", "O"]), (["X"], ["O"]), ("O", ["O"]), ([["O"]], ["O"]), ({"O": 1}, ["O"])]
-)
-def test_values_of_another_kind_are_refused(told, gold):
-    with pytest.raises(ValueError):
-        KIND.read(TASK, [gold], [told])
+NO_SENTENCES = [
+    ("no list", ["O"], "tokens is 'no list', expected a list of words"),
+    ([], [], "tokens is empty or holds an empty word, expected a list of words"),
+    (["a", ""], [], "tokens is empty or holds an empty word, expected a list of words"),
+    (["a", 3], ["O", "O"], r"tokens is \['a', 3\], expected a list of words"),
+    (["a"], "O", "label is 'O', expected a list with the tag of each word"),
+    (["a"], ["B-X"], "label 'B-X' is in no row of the training file"),
+    (["a"], [""], "label is '', expected a name"),
+    (["a", "b"], ["O"], "1 tags for 2 words, expected one for each"),
+]
 
 
-@pytest.mark.parametrize(
-    ("cells", "expected"),
-    [
-        ({"tokens": "no list", "tags": ["O"]}, "tokens is 'no list', expected a list of words"),
-        ({"tokens": [], "tags": []}, "tokens is empty or holds an empty word, expected a list of words"),
-        ({"tokens": ["a", ""], "tags": []}, "tokens is empty or holds an empty word, expected a list of words"),
-        ({"tokens": ["a", 3], "tags": ["O", "O"]}, r"tokens is \['a', 3\], expected a list of words"),
-        ({"tokens": ["a"], "tags": "O"}, "label is 'O', expected a list with the tag of each word"),
-        ({"tokens": ["a"], "tags": ["B-X"]}, "label 'B-X' is in no row of the training file"),
-        ({"tokens": ["a"], "tags": [""]}, "label is '', expected a name"),
-        ({"tokens": ["a", "b"], "tags": ["O"]}, "1 tags for 2 words, expected one for each"),
-    ],
-)
-def test_rows_that_are_no_sentences(cells, expected):
-    with pytest.raises(ValueError, match=expected):
-        texts = KIND.texts(cells, KIND.usual_columns)
-        KIND.label(cells["tags"], TASK)
-        KIND.check(texts, cells["tags"])
+def test_rows_that_are_no_sentences_and_values_of_another_kind_are_refused():
+    for tokens, tags, expected in NO_SENTENCES:
+        with pytest.raises(ValueError, match=expected):
+            texts = KIND.texts({"tokens": tokens, "tags": tags}, KIND.usual_columns)
+            KIND.label(tags, TASK)
+            KIND.check(texts, tags)
+    for told, gold in ((["O"], ["O", "O"]), (["X"], ["O"]), ("O", ["O"]), ([["O"]], ["O"]), ({"O": 1}, ["O"])):
+        with pytest.raises(ValueError):
+            KIND.read(TASK, [gold], [told])
 
 
 def sentence(draw):
@@ -286,23 +245,17 @@ def sentence(draw):
     return words, tags
 
 
-@pytest.fixture(scope="module")
-def conll_files(tmp_path_factory):
-    folder, draw = tmp_path_factory.mktemp("conll"), random.Random(0)
-    for name, count in (("train", 208), ("dev", 40)):
-        (folder / f"{name}.conll").write_text("".join(conll_text(*sentence(draw)) for _ in range(count)))
-    return folder
-
-
 @pytest.mark.parametrize("head", ["common", "family"])
-def test_nine_tags_are_learnt_from_conll_files(conll_files, tmp_path, head):
-    names = sorted({name for row in read_rows(f"{conll_files}/train.conll") for name in row.cells["tags"]})
+def test_nine_tags_are_learnt_from_conll_files(tmp_path, head):
+    draw = random.Random(0)
+    for name, count in (("train", 208), ("dev", 40)):
+        (tmp_path / f"{name}.conll").write_text("".join(conll_text(*sentence(draw)) for _ in range(count)))
+    names = sorted({name for row in read_rows(f"{tmp_path}/train.conll") for name in row.cells["tags"]})
     task = Task("ner", "seqeval", "tokens", tuple(names))
     assert len(task.labels) == 9
-    train, dev = (read_examples(conll_files / f"{name}.conll", task) for name in ("train", "dev"))
-    encoder = load_encoder(
-        write_bert(tmp_path, [*FILLERS, *(word for own in NAMES.values() for word in own)], 32, 64, spread=0.1)
-    )
+    train, dev = (read_examples(tmp_path / f"{name}.conll", task) for name in ("train", "dev"))
+    pieces = [*FILLERS, *(word for own in NAMES.values() for word in own)]
+    encoder = load_encoder(write_bert(tmp_path, pieces, 32, 64, spread=0.1))
     result, encoded = fine_tune(task, encoder, train, dev, max_length=32, epochs=16, head=head)
     assert result.scores["dev"][0] < 0.9 < result.scores["dev"][-1]
     assert result.scores["dev"][-1] == KIND.score("seqeval", encoded.answers, result.predictions["dev"])

@@ -45,8 +45,7 @@ def worker(folder, seconds, barrier=None, begun=None, points=""):
         barrier.wait(LONG)
 
     def perform(run):
-        with open(folder / f"begun-{run.name}", "a") as stream:
-            stream.write(f"{os.getpid()}\n")
+        leave_begun(folder, run)
         if begun:
             begun.put(run.name)
         if seconds is None:
@@ -57,6 +56,16 @@ def worker(folder, seconds, barrier=None, begun=None, points=""):
     drain(RUNS, RunStore(folder / "runs.jsonl"), perform)
 
 
+def leave_begun(folder, run):
+    with (folder / f"begun-{run.name}").open("a") as stream:
+        stream.write(f"{os.getpid()}\n")
+
+
+def begun_in(folder):
+    """Return the names of the runs that were begun, each with the process ids of those who began it."""
+    return {path.name.removeprefix("begun-"): path.read_text().split() for path in folder.glob("begun-*")}
+
+
 def start(folder, count, seconds=0.004, barrier=None, begun=None, points=""):
     arguments = (folder, seconds, barrier, begun, points)
     processes = [fork_server().Process(target=worker, args=arguments) for _ in range(count)]
@@ -65,17 +74,29 @@ def start(folder, count, seconds=0.004, barrier=None, begun=None, points=""):
     return processes
 
 
-def look(folder, answer):
-    """Tell whether the first run is free."""
-    answer.value = RunStore(folder / "runs.jsonl").lease(RUNS[0].name) is not None
+def test_a_finished_run_is_appended_once_and_a_command_that_does_not_wait_leaves_what_others_hold(tmp_path):
+    first, second = RunStore(tmp_path / "runs.jsonl"), RunStore(tmp_path / "runs.jsonl")
+    for store in (first, second, first):
+        store.append(finished(RUNS[0]))
+    assert len(lasting_rows(tmp_path)) == 1
+    second.append(finished(RUNS[1]))
+    assert RUNS[1].name not in first
+    first.refresh()
+    assert RUNS[1].name in first
+    lease = first.lease(RUNS[3].name)
+    assert lease
+    drain(RUNS, first, finished, wait=False)
+    assert first.missing(RUNS) == [RUNS[3]] and len(first.rows) == len(RUNS) - 1
+    lease.close()
+    drain(RUNS, first, finished, wait=False)
+    assert first.missing(RUNS) == []
 
 
 def lasting_rows(folder):
     """Return the rows of a folder, sorted, without what differs from machine to machine."""
     differs = ("by", "seconds", "crc32")
-    return sorted(
-        json.dumps({k: v for k, v in row.items() if k not in differs}, sort_keys=True) for row in rows(folder)
-    )
+    found = ({k: v for k, v in row.items() if k not in differs} for row in rows(folder))
+    return sorted(json.dumps(row, sort_keys=True) for row in found)
 
 
 def test_a_sweep_with_killed_workers_ends_as_one_undisturbed(tmp_path):
@@ -84,16 +105,15 @@ def test_a_sweep_with_killed_workers_ends_as_one_undisturbed(tmp_path):
     for folder in (calm, killed):
         folder.mkdir()
     worker(calm, 0)
-    for points, count, ended in (
-        ("job.leased=SIGKILL@3", 1, []),
-        ("job.appended=SIGKILL@7", 1, []),
-        ("job.appended=SIGKILL@15,job.appended=SIGKILL@25", 3, [0]),
+    for points, codes in (
+        ("job.leased=SIGKILL@3", [-signal.SIGKILL]),
+        ("job.appended=SIGKILL@7", [-signal.SIGKILL]),
+        ("job.appended=SIGKILL@15,job.appended=SIGKILL@25", [-signal.SIGKILL] * 2 + [0]),
     ):
-        processes = start(killed, count, points=points)
+        processes = start(killed, len(codes), points=points)
         for process in processes:
             process.join(LONG)
-        killed_ones = [-signal.SIGKILL] * max(1, count - 1)
-        assert sorted(process.exitcode for process in processes) == killed_ones + ended, points
+        assert sorted(process.exitcode for process in processes) == codes, points
     assert lasting_rows(killed) == lasting_rows(calm)
     assert len(lasting_rows(killed)) == len(RUNS) == len({run.name for run in RUNS})
 
@@ -102,10 +122,9 @@ def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
     barrier = fork_server().Barrier(4)
     for process in start(tmp_path, 4, barrier=barrier):
         process.join(LONG)
-    begun = {path.name: path.read_text().split() for path in tmp_path.glob("begun-*")}
-    assert set(begun) == {f"begun-{run.name}" for run in RUNS}
-    assert all(len(starts) == 1 for starts in begun.values())
-    assert len({starts[0] for starts in begun.values()}) > 1
+    begun = begun_in(tmp_path)
+    assert begun.keys() == {run.name for run in RUNS}
+    assert all(len(starts) == 1 for starts in begun.values()) and len({starts[0] for starts in begun.values()}) > 1
 
 
 def test_the_run_of_a_dead_worker_is_taken_over(tmp_path):
@@ -120,36 +139,8 @@ def test_the_run_of_a_dead_worker_is_taken_over(tmp_path):
     os.kill(stuck.pid, signal.SIGKILL)
     stuck.join()
     other.join(LONG)
-    assert other.exitcode == 0
-    assert len(lasting_rows(tmp_path)) == len(RUNS)
-    assert (tmp_path / f"begun-{first}").read_text().split() == [str(stuck.pid), str(other.pid)]
-
-
-def test_a_lease_is_seen_by_others_until_it_is_released(tmp_path):
-    lease = RunStore(tmp_path / "runs.jsonl").lease(RUNS[0].name)
-    assert lease
-
-    def free():
-        answer = fork_server().Value("b", 2)
-        process = fork_server().Process(target=look, args=(tmp_path, answer))
-        process.start()
-        process.join(LONG)
-        return answer.value
-
-    assert free() == 0
-    lease.close()
-    assert free() == 1
-
-
-def test_a_finished_run_is_appended_once(tmp_path):
-    first, second = RunStore(tmp_path / "runs.jsonl"), RunStore(tmp_path / "runs.jsonl")
-    for store in (first, second, first):
-        store.append(finished(RUNS[0]))
-    assert len(lasting_rows(tmp_path)) == 1
-    second.append(finished(RUNS[1]))
-    assert RUNS[1].name not in first
-    first.refresh()
-    assert RUNS[1].name in first
+    assert other.exitcode == 0 and len(lasting_rows(tmp_path)) == len(RUNS)
+    assert begun_in(tmp_path)[first] == [str(stuck.pid), str(other.pid)]
 
 
 def array_task(number, folder, words):
@@ -157,8 +148,7 @@ def array_task(number, folder, words):
     perform = Sweep.perform
 
     def counted(self, run):
-        with (folder / f"begun-{run.name}").open("a") as stream:
-            stream.write(f"{os.getpid()}\n")
+        leave_begun(folder, run)
         return perform(self, run)
 
     Sweep.perform = counted
@@ -175,8 +165,7 @@ def test_the_tasks_of_an_array_share_the_runs_and_one_of_them_writes_the_table(g
     assert exit_codes_of(tasks, TIMEOUT) == [0, 0, 0], [path.read_text() for path in tmp_path.glob("task-*.errors")]
     alone, array = (lasting_rows(tmp_path / out) for out in ("alone", "array"))
     assert array == alone and len(array) == 4
-    begun = [path.read_text().split() for path in tmp_path.glob("begun-*")]
-    assert len(begun) == 4 and all(len(starts) == 1 for starts in begun)
+    assert [len(starts) for starts in begun_in(tmp_path).values()] == [1] * 4
     for name in ("table.md", "table.json"):
         assert (tmp_path / "array" / name).read_text() == (tmp_path / "alone" / name).read_text()
     logs = [(tmp_path / f"task-{number}.log").read_text() for number in range(3)]
@@ -185,19 +174,9 @@ def test_the_tasks_of_an_array_share_the_runs_and_one_of_them_writes_the_table(g
     assert any(wrote) and all(one != other for one, other in zip(wrote, left, strict=True))
 
 
-def test_a_command_that_does_not_wait_leaves_what_others_hold(tmp_path):
-    store, held = RunStore(tmp_path / "runs.jsonl"), RUNS[3]
-    lease = store.lease(held.name)
-    assert lease
-    drain(RUNS, store, finished, wait=False)
-    assert store.missing(RUNS) == [held] and len(store.rows) == len(RUNS) - 1
-    lease.close()
-    drain(RUNS, store, finished, wait=False)
-    assert store.missing(RUNS) == []
-
-
 CHANGED = "changed after this command had read it; finished runs are kept; run the same command again"
 ROW = json.dumps({"text": "red dog runs", "label": "colour"}) + "\n"
+MORE = '{"id": 9, "text": "red cat"}\n'
 CHANGES = {
     "a row more": lambda text: text + ROW,
     "another label": lambda text: text.replace("animal", "colour", 1),
@@ -225,8 +204,7 @@ def test_rows_are_refused_once_their_file_has_changed(files, name, change):
     before = list(examples)
     assert list(examples) == before
     path.write_text(change(path.read_text()))
-    error = refused(CHANGED, list, examples)
-    assert str(path) in str(error)
+    assert str(path) in str(refused(CHANGED, list, examples))
 
 
 def test_a_change_within_a_pass_and_a_file_that_is_gone_are_noticed(files):
@@ -240,31 +218,45 @@ def test_a_change_within_a_pass_and_a_file_that_is_gone_are_noticed(files):
     refused(r"valid\.jsonl: No such file or directory; give a readable file", list, data.dev["valid"])
 
 
+@pytest.fixture
+def after_each_run(monkeypatch):
+    """Let a function be called after each run of a sweep."""
+    perform = Sweep.perform
+
+    def after_each_run(change):
+        def perform_and_change(self, run):
+            row = perform(self, run)
+            change()
+            return row
+
+        monkeypatch.setattr(Sweep, "perform", perform_and_change)
+
+    return after_each_run
+
+
 @pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
 @pytest.mark.parametrize("name", ["train", "valid"])
-def test_a_sweep_stops_before_a_run_on_changed_rows(topics, bert_folder, checkpoint_folder, out, monkeypatch, name):
+def test_a_sweep_stops_before_a_run_on_changed_rows(topics, bert_folder, checkpoint_folder, out, after_each_run, name):
     """The second encoder reads the rows again."""
-    perform, path = Sweep.perform, topics / f"{name}.jsonl"
-
-    def perform_and_change(self, run):
-        row = perform(self, run)
-        path.write_text(CHANGES["another label"](path.read_text()))
-        return row
-
-    monkeypatch.setattr(Sweep, "perform", perform_and_change)
+    path = topics / f"{name}.jsonl"
+    after_each_run(lambda: path.write_text(CHANGES["another label"](path.read_text())))
     command = words(topics, bert_folder, out, *GLANCE, "--load", str(bert_folder), str(checkpoint_folder))
     refused(rf"{name}\.jsonl: {CHANGED}", main, command)
     assert len(rows(out)) == 1
-    monkeypatch.setattr(Sweep, "perform", perform)
+    after_each_run(lambda: None)
     main(command)
     found = rows(out)
     assert [row["data"] == found[0]["data"] for row in found] == [True, False, False]
 
 
-def test_a_worker_that_read_other_files_stops(files):
-    digests = {"topics": task_files.read_task(files).digest}
-    files.train.write_text(files.train.read_text() + ROW)
-    options = Namespace(suite=Namespace(read=lambda: {"topics": task_files.read_task(files)}))
+@pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
+def test_a_worker_that_read_another_encoder_or_other_files_stops(topics, checkpoint_folder, out):
+    options = parse_arguments(words(topics, checkpoint_folder, out, *GLANCE))
+    digests = {name: data.digest for name, data in options.suite.read().items()}
+    said = f"--load {checkpoint_folder}: changed after this command had read it"
+    refused(said, workers._work, 0, options, digests, {"the encoder that the command has read"})
+    with (topics / "train.jsonl").open("a") as stream:
+        stream.write(ROW)
     said = "topics: its files changed after this command had read them; finished runs"
     refused(said, workers._work, 0, options, digests, set())
 
@@ -284,10 +276,8 @@ def test_a_run_that_saves_meanwhile_is_one_encoder_to_all_workers(
     several = ("--epochs", "1", "--seeds", "3", "--workers", "2")
     assert main(words(topics, loads[0], out, *several, "--load", *loads)) == 0
     shown = capsys.readouterr().out
-    assert "weights of the encoder from iter_0000003;" in shown
-    assert (out / "table.md").read_text() in shown
-    assert {row["checkpoint"] for row in rows(out)} == {str(training_run / "iter_0000003")}
-    assert len(rows(out)) == 3
+    assert "weights of the encoder from iter_0000003;" in shown and (out / "table.md").read_text() in shown
+    assert [row["checkpoint"] for row in rows(out)] == [str(training_run / "iter_0000003")] * 3
 
 
 @pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
@@ -308,14 +298,6 @@ def test_other_ranks_load_the_checkpoint_of_rank_0(topics, training_run, out, mo
     assert [run.name for run in sweeps[0].runs] == [run.name for run in sweeps[1].runs] and sent[1] is None
 
 
-@pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
-def test_a_worker_that_read_another_encoder_stops(topics, checkpoint_folder, out):
-    options = parse_arguments(words(topics, checkpoint_folder, out, *GLANCE))
-    digests = {name: data.digest for name, data in options.suite.read().items()}
-    said = f"--load {checkpoint_folder}: changed after this command had read it"
-    refused(said, workers._work, 0, options, digests, {"the encoder that the command has read"})
-
-
 def test_a_command_that_waits_leaves_no_job_to_others_in_silence(topics, bert_folder, out, monkeypatch, capsys):
     """Without its table a command does not end with code 0, unless it was told --no-wait."""
     monkeypatch.setattr(workers, "drain", lambda *_: None)
@@ -325,17 +307,13 @@ def test_a_command_that_waits_leaves_no_job_to_others_in_silence(topics, bert_fo
     assert "1 job is being done by other commands" in capsys.readouterr().out
 
 
-def test_a_test_file_without_labels_that_changed_is_not_predicted(topics, bert_folder, out, monkeypatch, capsys):
-    path, perform = topics / "new.jsonl", Sweep.perform
-
-    def perform_and_change(self, run):
-        path.write_text(path.read_text() + '{"id": 9, "text": "red cat"}\n')
-        return perform(self, run)
-
-    monkeypatch.setattr(Sweep, "perform", perform_and_change)
+def test_a_test_file_without_labels_that_changed_is_not_predicted(topics, bert_folder, out, after_each_run, capsys):
+    """The tables are there all the same."""
+    path = topics / "new.jsonl"
+    after_each_run(lambda: path.write_text(path.read_text() + MORE))
     refused(rf"new\.jsonl: {CHANGED}", main, words(topics, bert_folder, out, *GLANCE, "--test", path))
     assert not list((out / "predictions").glob("*test*"))
-    assert (out / "table.md").read_text() in capsys.readouterr().out
+    assert (out / "table.md").read_text() in capsys.readouterr().out and (out / "table.json").is_file()
 
 
 def test_a_file_that_changes_while_it_is_labelled_leaves_no_output(topics, tmp_path, monkeypatch):
@@ -343,7 +321,7 @@ def test_a_file_that_changes_while_it_is_labelled_leaves_no_output(topics, tmp_p
 
     class Model(Namespace):
         def encode(self, texts):
-            path.write_text(path.read_text() + '{"id": 9, "text": "red cat"}\n')
+            path.write_text(path.read_text() + MORE)
             return Namespace(cut=0)
 
         def predict(self, encoded):
