@@ -19,7 +19,8 @@ from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.runs import TuningRun
 from megatron_ddrp.tasks.finetune.task_files import load_finetuned
 from megatron_ddrp.tasks.finetune.training import read_facts
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
+from tests.unit.conversion.conftest import change_json
 from tests.unit.conversion.tokenizers_of_families import make
 from tests.unit.tasks.conftest import GLANCE, model_of, predict, rows, words, write_bert, write_topics
 
@@ -58,14 +59,24 @@ def edit(folder, change):
     path.write_text(json.dumps(values))
 
 
-def put(values, key, value):
-    """Put a value at a key of the facts, or of the task in them; `MISSING` removes it."""
-    facts = values["finetuned"]
-    holder = facts["task"] if key in ("labels", "kind") else facts
-    if value is MISSING:
-        del holder[key]
-    else:
+def test_damaged_facts_and_impossible_heads_are_refused_also_without_sums(kept, sweep, tmp_path):
+    (kept / SUMS).unlink()
+    whole = (kept / "config.json").read_text()
+    for key, value in FACTS:
+        values = json.loads(whole)
+        holder = values["finetuned"]["task"] if key in ("labels", "kind") else values["finetuned"]
         holder[key] = value
+        if value is MISSING:
+            del holder[key]
+        (kept / "config.json").write_text(json.dumps(values))
+        assert str(kept) in str(refused(r"config\.json", load_finetuned, kept, CPU)), (key, value)
+    for change, line in (
+        ({"id2label": {"0": "a"}, "label2id": {"a": 0}}, r"cannot load it|other labels|\[3"),
+        ({"classifier_dropout": -1.0}, "transformers cannot load it: dropout"),
+    ):
+        (kept / "config.json").write_text(json.dumps(json.loads(whole) | change))
+        refused(line, load_finetuned, kept, CPU)
+    refused(line, main, words(sweep / "topics", kept, tmp_path / "again", *GLANCE))
 
 
 def test_a_changed_config_json_is_refused_by_its_sum(kept):
@@ -76,32 +87,8 @@ def test_a_changed_config_json_is_refused_by_its_sum(kept):
     assert read_facts(kept) is None
 
 
-def test_damaged_facts_are_refused_also_without_sums(kept, tmp_path):
-    (kept / SUMS).unlink()
-    for number, (key, value) in enumerate(FACTS):
-        folder = shutil.copytree(kept, tmp_path / f"damaged{number}")
-        edit(folder, lambda values, key=key, value=value: put(values, key, value))
-        error = refused(r"config\.json", load_finetuned, folder, CPU)
-        assert str(folder) in str(error), (key, value)
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"id2label": {"0": "a"}, "label2id": {"a": 0}}, r"cannot load it|other labels|\[3"),
-        ({"classifier_dropout": -1.0}, "transformers cannot load it: dropout"),
-    ],
-)
-def test_impossible_heads_are_refused_without_sums(kept, sweep, tmp_path, change, line):
-    (kept / SUMS).unlink()
-    edit(kept, lambda values: values.update(change))
-    refused(line, load_finetuned, kept, CPU)
-    if "classifier_dropout" in change:
-        refused(line, main, words(sweep / "topics", kept, tmp_path / "again", *GLANCE))
-
-
 def test_a_sweep_beside_a_damaged_model_keeps_its_own_and_says_so(kept, sweep, out, capsys):
-    edit(kept, lambda values: put(values, "score", "high"))
+    edit(kept, lambda values: values["finetuned"].update(score="high"))
     damaged, command = (kept / "config.json").read_bytes(), words(sweep / "topics", sweep / "bert", out)
     assert main([*command, *GLANCE]) == 0
     assert f"no model of {sweep / 'bert'} was kept; {kept} is damaged" in capsys.readouterr().out
@@ -123,9 +110,8 @@ def test_predict_refuses_what_it_cannot_do(sweep, tmp_path):
     source = sweep / "topics" / "new.jsonl"
     refused("not a model that finetune kept", predict, sweep / "bert", source, tmp_path / "x.jsonl")
     refused(r"expected a name that ends in \.jsonl, \.csv, \.tsv", predict, sweep / "bert", source, tmp_path / "x.txt")
-    model, pair = write_facts(tmp_path / "reviews"), (None, "title")
-    error = refused("--text-pair-column title: .* was trained on single texts; leave", load_finetuned, model, CPU, pair)
-    assert error.exit_code == 2
+    model, said = write_facts(tmp_path / "reviews"), "--text-pair-column title: .* was trained on single texts; leave"
+    wrong_arguments(said, load_finetuned, model, CPU, (None, "title"))
 
 
 def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(out, tmp_path):
@@ -143,9 +129,7 @@ def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(out, tmp_pat
 def test_a_model_that_predicts_nothing_finite_says_null(kept, sweep, tmp_path):
     (kept / SUMS).unlink()
     weights = load_file(kept / "model.safetensors")
-    save_file(
-        {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}, kept / "model.safetensors"
-    )
+    save_file({name: tensor * torch.nan for name, tensor in weights.items()}, kept / "model.safetensors")
     told = predict(kept, sweep / "topics" / "new.jsonl", tmp_path / "told.jsonl")
     assert {json.loads(line)["prediction"] for line in told.open()} == {None}
 
@@ -184,18 +168,16 @@ def test_a_kept_model_that_lacks_anything_is_refused(topics, checkpoint_folder, 
 
 
 @pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
-def test_a_run_that_diverged_leaves_no_model(topics, bert_folder, checkpoint_folder, out, capsys):
+def test_a_run_that_diverged_or_keeps_no_model_leaves_none(topics, bert_folder, checkpoint_folder, out, capsys):
     for load in (bert_folder, checkpoint_folder):
         main([*words(topics, load, out, *GLANCE), "--lr", "1e12"])
-    assert [row["score"] for row in rows(out)] == [0.0, 0.0] and all(row["undefined"] for row in rows(out))
+    assert [(row["score"], row["undefined"]) for row in rows(out)] == [(0.0, True)] * 2
     assert capsys.readouterr().out.count("no model of") == 2
     assert not [path for path in (out / "models").glob("*") if path.is_dir()]
-
-
-def test_without_a_kept_model_a_test_file_is_told_to_be_unpredicted(topics, bert_folder, out, capsys):
-    main(words(topics, bert_folder, out, *GLANCE, "--no-keep-models", "--test", topics / "new.jsonl"))
+    more = ("--no-keep-models", "--test", topics / "new.jsonl")
+    main(words(topics, bert_folder, out / "unkept", *GLANCE, *more))
     assert f"was kept; {topics / 'new.jsonl'} is not predicted" in capsys.readouterr().out
-    assert not (out / "models").exists()
+    assert not (out / "unkept" / "models").exists()
 
 
 def test_a_better_run_that_kept_no_model_is_named(kept, sweep, out, capsys):
@@ -217,42 +199,33 @@ def test_a_folder_of_another_program_is_not_replaced_by_a_model(topics, bert_fol
     assert len([path for path in (out / "models").iterdir() if path.is_dir()]) == 2
 
 
-def evaluate(*arguments, capsys=None):
-    """Return the cells of each row of the table that `evaluate` prints."""
-    capsys.readouterr()
-    assert main(["evaluate", *map(str, arguments)]) == 0
-    header, _, *lines = capsys.readouterr().out.splitlines()
-    cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in (header, *lines))
-    names = next(cells)
-    return [dict(zip(names, row, strict=True)) for row in cells]
-
-
 def test_kept_models_and_their_graphs_are_scored_side_by_side(kept, sweep, tmp_path, capsys):
     """Rows and groups; the graph predicts what the model does, also into a file."""
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     valid = [json.loads(line) for line in (sweep / "topics" / "valid.jsonl").read_text().splitlines()]
-    for number, row in enumerate(valid):
-        row["field"] = number % 2
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in valid))
+    lines = (json.dumps(row | {"field": number % 2}) + "\n" for number, row in enumerate(valid))
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
     convert.main(["--onnx", str(kept), "--output", str(tmp_path / "served"), "--int8"])
     graph, int8 = (tmp_path / "served" / "onnx" / f"model{name}.onnx" for name in ("", "_int8"))
     assert f"next:    megatron-ddrp finetune evaluate --load {kept} {graph} {int8} --input" in capsys.readouterr().out
-    told = evaluate("--load", kept, graph, int8, "--input", tmp_path / "rows.jsonl", "--groups", "field", capsys=capsys)
+    models = map(str, (kept, graph, int8))
+    assert main(["evaluate", "--load", *models, "--input", str(tmp_path / "rows.jsonl"), "--groups", "field"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names, _, *cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    told = [dict(zip(names, row, strict=True)) for row in cells]
     places = [(row["rows"], row["number"], row["model"]) for row in told]
     sizes = {"rows.jsonl": "21", "rows.jsonl/0": "11", "rows.jsonl/1": "10"}
     assert places == [(name, size, str(path)) for name, size in sizes.items() for path in (kept, graph, int8)]
     (stored,) = rows(kept.parent.parent)
-    assert (
-        float(told[0]["accuracy"]) == pytest.approx(100 * stored["score"], abs=0.01)
-        and told[0]["minus the first"] == ""
-    )
-    assert (told[1]["accuracy"], told[1]["minus the first"]) == (told[0]["accuracy"], "+0.00")
-    assert told[1]["95 % of the difference"] == "+0.00 to +0.00"
-    halves = [float(told[place]["accuracy"]) * int(told[place]["number"]) for place in (3, 6)]
-    assert sum(halves) / 21 == pytest.approx(float(told[0]["accuracy"]), abs=0.01)
-    low, high = map(float, told[0]["95 % over items"].split(" to "))
-    assert low <= float(told[0]["accuracy"]) <= high
+    of_model, of_graph = told[:2]
+    score = pytest.approx(float(of_model["accuracy"]), abs=0.01)
+    assert 100 * stored["score"] == score and of_model["minus the first"] == ""
+    assert (of_graph["accuracy"], of_graph["minus the first"]) == (of_model["accuracy"], "+0.00")
+    assert of_graph["95 % of the difference"] == "+0.00 to +0.00"
+    assert sum(float(told[place]["accuracy"]) * int(told[place]["number"]) for place in (3, 6)) / 21 == score
+    low, high = map(float, of_model["95 % over items"].split(" to "))
+    assert low <= float(of_model["accuracy"]) <= high
     new = sweep / "topics" / "new.jsonl"
     assert predict(kept, new, tmp_path / "a.jsonl").read_text() == predict(graph, new, tmp_path / "b.jsonl").read_text()
     edit(tmp_path / "served", lambda values: values.update(layer_norm_eps=1e-3))
@@ -278,52 +251,49 @@ def mixed_folder(folder, kind, family, **more):
     """A tiny model of class `kind` with the tokenizer of another family."""
     folder.mkdir()
     make(folder, family)
-    pieces = find_tokenizer(folder).vocab_size
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = getattr(transformers, f"{kind}Config")(vocab_size=pieces, max_position_embeddings=40, **sizes, **more)
+    sizes |= {"vocab_size": find_tokenizer(folder).vocab_size, "max_position_embeddings": 40, "pad_token_id": 1}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **more)
     getattr(transformers, f"{kind}ForMaskedLM")(config).save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize(
-    ("kind", "family", "more"),
-    [
-        ("Roberta", "bert", {"type_vocab_size": 1, "pad_token_id": 1}),
-        ("Bert", "roberta", {"pad_token_id": 1}),
-        ("Bert", "xlm-roberta", {"pad_token_id": 1}),
-        ("Electra", "deberta", {"pad_token_id": 1}),
-    ],
-)
-def test_a_kept_model_gets_the_rows_of_training_from_auto_tokenizer(out, tmp_path, kind, family, more):
+FAMILIES = {
+    **{("Roberta", "bert"): {"type_vocab_size": 1}, ("Bert", "roberta"): {}, ("Bert", "xlm-roberta"): {}},
+    **{("Electra", "deberta"): {}},
+}
+
+
+@pytest.mark.parametrize(("kind", "family"), FAMILIES)
+def test_a_kept_model_gets_the_rows_of_training_from_auto_tokenizer(out, tmp_path, kind, family):
     """The model's type is not its tokenizer: separators and segments are those of the folder's own."""
-    source = mixed_folder(tmp_path / "in", kind, family, **more)
+    source = mixed_folder(tmp_path / "in", kind, family, **FAMILIES[kind, family])
     for name in ("train", "valid"):
         lines = (json.dumps({"text": a, "text_pair": b, "label": label}) for a, b, label in PAIRS)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     assert main(words(tmp_path, source, out, *GLANCE)) == 0
-    kept = load_finetuned(model_of(out), CPU)
-    encoded, pair = kept.encode([PAIRS[0][:2]]), PAIRS[0][:2]
-    batch = pad_batch(encoded, np.array([0])).map(torch.from_numpy)
-    for folder in (source, model_of(out)):
-        row = transformers.AutoTokenizer.from_pretrained(folder)(*pair, return_tensors="pt")
+    folder, pair = model_of(out), PAIRS[0][:2]
+    kept = load_finetuned(folder, CPU)
+    batch = pad_batch(kept.encode([pair]), np.array([0])).map(torch.from_numpy)
+    for one in (source, folder):
+        row = transformers.AutoTokenizer.from_pretrained(one)(*pair, return_tensors="pt")
         assert torch.equal(row["input_ids"], batch.input_ids)
         if kept.model.model.config.type_vocab_size > 1:
             assert torch.equal(row.get("token_type_ids", batch.segment_ids * 0), batch.segment_ids)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(model_of(out)).eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         torch.testing.assert_close(kept.model(batch), model(**row).logits, rtol=0, atol=1e-5)
-    edit(model_of(out), lambda values: values["finetuned"].update(pair_separators=3))
-    (model_of(out) / SUMS).unlink()
+    edit(folder, lambda values: values["finetuned"].update(pair_separators=3))
+    (folder / SUMS).unlink()
     said = "an earlier version trained it on pairs with 3 separators .* fine-tune again"
-    refused(said, load_finetuned, model_of(out), CPU)
+    refused(said, load_finetuned, folder, CPU)
 
 
 def test_segments_that_a_model_lacks_are_refused_by_name(tmp_path):
-    folder = mixed_folder(tmp_path / "in", "Bert", "bert", pad_token_id=1)
+    folder = mixed_folder(tmp_path / "in", "Bert", "bert")
     layout = json.loads((folder / "tokenizer.json").read_text())
     layout["post_processor"]["single"][0]["SpecialToken"]["type_id"] = 2  # as Funnel's
     (folder / "tokenizer.json").write_text(json.dumps(layout))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "token_type_ids"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "token_type_ids"]}
+    change_json(folder / "tokenizer_config.json", **settings)
     refused("its tokenizer writes rows with 3 segments, .* and its model has 2", load_encoder, folder)
