@@ -30,6 +30,10 @@ def lines(folder):
     return (folder / "scores.jsonl").read_text().splitlines()
 
 
+def results_of(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
 def test_results_are_written_and_nothing_is_scored_twice(words, out, tmp_path, capsys, checkpoints):
     copy = shutil.copytree(checkpoints["absolute"], tmp_path / "copy")
     main([*words, str(copy), "--dry-run"])
@@ -42,24 +46,23 @@ def test_results_are_written_and_nothing_is_scored_twice(words, out, tmp_path, c
     assert [json.loads(line)["paradigm"] for line in first] == ["agreement", "order"]
     main(words)
     assert "2 of 4 jobs to do" in capsys.readouterr().out
-    assert lines(out)[:2] == first
-    assert len(lines(out)) == 4
-    results = json.loads((out / "results.json").read_text())
-    assert [encoder["load"] for encoder in results["encoders"]] == words[-2:]
-    for encoder, rows in zip(results["encoders"], (lines(out)[:2], lines(out)[2:]), strict=True):
-        right = []
+    assert lines(out)[:2] == first and len(lines(out)) == 4
+    results = results_of(out)
+    encoders = results["encoders"]
+    assert [encoder["load"] for encoder in encoders] == words[-2:]
+    for encoder, rows in zip(encoders, (lines(out)[:2], lines(out)[2:]), strict=True):
+        right = {}
         for row in map(json.loads, rows):
             good = [a > b + 2e-5 for a, b in zip(row["good"], row["bad"], strict=True)]
-            assert encoder["paradigms"][row["paradigm"]]["accuracy"] == sum(good) / len(good)
-            assert encoder["paradigms"][row["paradigm"]]["pairs"] == len(good)
-            right.append(sum(good) / len(good))
-        assert encoder["macro_average"] == pytest.approx(sum(right) / 2)
-        assert encoder["fields"] == {"morphology": right[0], "syntax": right[1]}
-        assert encoder["linguistics_terms"] == {"number": right[0]}
+            right[row["paradigm"]] = sum(good) / len(good)
+            paradigm = encoder["paradigms"][row["paradigm"]]
+            assert (paradigm["accuracy"], paradigm["pairs"]) == (right[row["paradigm"]], len(good))
+        assert encoder["macro_average"] == pytest.approx(sum(right.values()) / 2)
+        assert encoder["fields"] == {"morphology": right["agreement"], "syntax": right["order"]}
+        assert encoder["linguistics_terms"] == {"number": right["agreement"]}
         assert encoder["standard_error"] > 0
     (pair,) = results["differences"]
-    first, second = (encoder["macro_average"] for encoder in results["encoders"])
-    assert pair["difference"] == pytest.approx(first - second)
+    assert pair["difference"] == pytest.approx(encoders[0]["macro_average"] - encoders[1]["macro_average"])
     assert pair["over_paradigms"][0] <= pair["difference"] <= pair["over_paradigms"][1]
     assert pair["over_pairs"] is None
     text = (out / "table.md").read_text()
@@ -88,22 +91,17 @@ def test_other_weights_other_sentences_and_another_score_are_other_jobs(words, o
     main(words)
     before = lines(out)
     main([*words, "--score", "pll"])
-    results = json.loads((out / "results.json").read_text())
-    assert results["score"] == "pll"
+    assert results_of(out)["score"] == "pll"
     main([*words, "--max-pairs", "1"])
     write_pairs(pairs, PAIRS[1:], uid="agreement")
     main(words)
     main([*words, "--random-init", "--seeds", "2"])
     found = lines(out)
-    assert found[:2] == before
-    assert len(found) == 2 + 2 + 2 + 1 + 4
+    assert found[:2] == before and len(found) == 2 + 2 + 2 + 1 + 4
     assert len({tuple(json.loads(line)["good"]) for line in found[-4:]}) == 4  # two paradigms, two seeds
     assert "rope" not in capsys.readouterr().err
-    results = json.loads((out / "results.json").read_text())
-    assert [e["load"].partition(", ")[2] for e in results["encoders"]] == [
-        "random weights, seed 1",
-        "random weights, seed 2",
-    ]
+    drawn = [encoder["load"].partition(", ")[2] for encoder in results_of(out)["encoders"]]
+    assert drawn == ["random weights, seed 1", "random weights, seed 2"]
 
 
 def test_a_random_encoder_prefers_the_sentence_with_fewer_pieces(out, tmp_path, checkpoints):
@@ -112,18 +110,16 @@ def test_a_random_encoder_prefers_the_sentence_with_fewer_pieces(out, tmp_path, 
     folder = write_pairs(tmp_path / "pairs", fewer * 2)
     words = ["--data-dir", folder, "--load", checkpoints["absolute"], "--output-dir", out]
     main([*map(str, words), "--random-init", "--workers", "1"])
-    (encoder,) = json.loads((out / "results.json").read_text())["encoders"]
+    (encoder,) = results_of(out)["encoders"]
     assert encoder["macro_average"] == encoder["piece_counts"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize(("text", "count"), [("\u200b\x00", 0), ("red " * 30, 30)])
-def test_a_sentence_without_a_piece_or_too_long_is_named(words, pairs, text, count):
-    write_pairs(pairs, [("red", "cat"), ("red", text)], uid="bad")
-    refused(rf"bad.jsonl, line 2: sentence_bad has {count} pieces; expected 1 to 22", main, words)
-
-
-def test_a_damaged_line_of_the_store_and_seeds_of_one_encoder_are_refused(words, out):
+def test_damaged_lines_of_the_store_sentences_without_a_piece_and_seeds_of_one_encoder_are_refused(words, out, pairs):
     wrong_arguments("needs --random-init", main, [*words, "--seeds", "2"])
+    for text, count in (("\u200b\x00", 0), ("red " * 30, 30)):
+        write_pairs(pairs, [("red", "cat"), ("red", text)], uid="bad")
+        refused(rf"bad.jsonl, line 2: sentence_bad has {count} pieces; expected 1 to 22", main, words)
+    (pairs / "bad.jsonl").unlink()
     main(words[:-1])
     path = out / "scores.jsonl"
     path.write_text(path.read_text().replace('"identical": 0', '"identical": 1', 1))
@@ -140,7 +136,7 @@ def test_a_run_that_saves_meanwhile_is_scored_at_the_checkpoint_that_was_chosen(
     assert (out / "results.json").is_file() and (training_run / "iter_0000005").is_dir()
 
 
-def test_jobs_that_nobody_does_are_no_success(words, tmp_path, monkeypatch):
+def test_jobs_that_nobody_does_are_no_success(words, monkeypatch):
     monkeypatch.setattr("megatron_ddrp.tasks.minimal_pairs.scoring.drain", lambda *_, **__: None)
     refused(r"4 jobs are missing in .*out, and the tables are not written", main, words)
     main([*words, "--no-wait"])
@@ -149,11 +145,9 @@ def test_jobs_that_nobody_does_are_no_success(words, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_workers_share_the_jobs_and_score_the_same(words, out, tmp_path):
     main(words)
-    alone = json.loads((out / "results.json").read_text())
-    shared = [*words[:2], "--output-dir", str(tmp_path / "shared"), "--workers", "2", *words[6:]]
-    main(shared)
+    main([*words[:2], "--output-dir", str(tmp_path / "shared"), "--workers", "2", *words[6:]])
     assert len(lines(tmp_path / "shared")) == 4
-    assert json.loads((tmp_path / "shared" / "results.json").read_text()) == alone
+    assert results_of(tmp_path / "shared") == results_of(out)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
