@@ -82,7 +82,7 @@ def test_the_loss_of_many_labels_is_their_mean_summed_over_rows():
     assert KINDS["multi-label"].loss_sum(outputs, targets).item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_no_kinds_name_outside_its_file():
+def test_no_kinds_name_outside_its_file_and_no_kinds_metric_in_another():
     """A new kind is one file and one line, because everything that differs by kind belongs to the kind."""
     elsewhere = {("table_files.py", "classification"), ("table_files.py", "tokens")}  # GLUE's default; CoNLL's words
     found = {
@@ -93,9 +93,6 @@ def test_no_kinds_name_outside_its_file():
     }
     assert found <= elsewhere
     assert list(KINDS) == [kind.name for kind in KINDS.values()]
-
-
-def test_metrics_of_other_kinds_are_refused():
     KINDS["classification"].check_metric("f1", "ab")
     KINDS["multi-label"].check_metric("f1", "abcdefg")
     said = "--metric pearson: --kind tokens has seqeval, seqeval-strict, accuracy, macro"
@@ -116,12 +113,7 @@ UNDEFINED = [
 ]
 
 
-def test_undefined_scores_are_none():
-    for metric, labels, predictions in UNDEFINED:
-        assert metric(np.array(labels), np.array(predictions)) is None, (metric, labels, predictions)
-
-
-def test_the_rounding_of_a_constant_guess_grows_with_the_numbers():
+def test_undefined_scores_are_none_and_the_rounding_of_a_constant_guess_grows_with_the_numbers():
     """Labels of any size have a score, and differences of 0.01 % of the predicted numbers count."""
     labels = np.array([1.0, 2.0, 4.0])
     for size in (1e-7, 1.0, 1e7):
@@ -130,6 +122,8 @@ def test_the_rounding_of_a_constant_guess_grows_with_the_numbers():
     assert pearson(1.7e9 + 60 * labels, 1.7e9 + 50 * labels) == pytest.approx(1)  # times, predicted around their mean
     assert pearson(1.7e9 + 60 * labels, 1.7e9 + 1e-5 * labels) is None
     assert spearman(labels, 2000 - 0.1 * labels) == pytest.approx(-1)
+    for metric, labels, predictions in UNDEFINED:
+        assert metric(np.array(labels), np.array(predictions)) is None, (metric, labels, predictions)
 
 
 ANSWERS = json.loads((Path(__file__).parents[3] / "golden" / "squad_scores.json").read_text())["cases"]

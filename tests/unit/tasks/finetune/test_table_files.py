@@ -44,7 +44,7 @@ def fault(path, columns=()):
     return str(error).removeprefix(path)
 
 
-def test_csv_keeps_what_quotes_hold_and_a_blank_line_between_rows_of_one_column_is_an_empty_cell(write):
+def test_csv_keeps_what_quotes_hold_and_tsv_has_no_quotes(write):
     quoted = ('"{text}","{label}"\r\n'.format(**{k: v.replace('"', '""') for k, v in row.items()}) for row in ROWS)
     path = write("a.csv", "\ufefftext,label\r\n" + "".join(quoted) + "\r\n" + "last,one")
     rows = [*ROWS, {"text": "last", "label": "one"}]
@@ -52,9 +52,6 @@ def test_csv_keeps_what_quotes_hold_and_a_blank_line_between_rows_of_one_column_
     assert columns_of(path) == ["text", "label"]
     found = places(write("b.csv", "text\none\n\ntwo\n\n\n"))
     assert found == [("line 2", {"text": "one"}), ("line 3", {"text": ""}), ("line 4", {"text": "two"})]
-
-
-def test_tsv_has_no_quotes_and_only_newlines_end_a_line(write):
     path = write("a.tsv", '\ufefftext\tlabel\r\n"open\x85 and\u2028 so on\tx\r\n\t""\n')
     assert cells(path) == [{"text": '"open\x85 and\u2028 so on', "label": "x"}, {"text": "", "label": '""'}]
 
@@ -129,22 +126,6 @@ def test_a_comment_in_conll_is_refused_by_its_line(write, first):
     assert fault(write("a.conll", later)).startswith(", line 3: a comment, expected only tokens with tags; remove")
 
 
-def test_a_sign_that_begins_comments_elsewhere_is_a_token(write):
-    found = cells(write("a.conll", TAGGED.format(first="#hashtag NN B-tag\n")))
-    assert [row["tokens"] for row in found] == [["#hashtag", "1", "#"], ["#", "x"]]
-    assert cells(write("a.conll", "#one\ntwo\n\n#\n")) == [{"tokens": ["#one", "two"]}, {"tokens": ["#"]}]
-    found = cells(write("a.conll", "# SYM\nnext X\n\n# #\n"))
-    assert [row["tags"] for row in found] == [["SYM", "X"], ["#"]]
-
-
-def test_a_pointer_of_git_lfs_is_no_table(write):
-    packed = gzip.compress(POINTER.encode())
-    for name in ("a.jsonl", "a.json", "a.csv", "a.tsv", "a.conll", "a.txt", "a.conllu", "a.csv.gz"):
-        said = ": a pointer of Git LFS in place of the file: run git lfs install"
-        assert fault(write(name, POINTER)).startswith(said)
-        assert ": a pointer of Git LFS" in fault(write(f"b{name.removesuffix('.gz')}.gz", packed))
-
-
 def test_parquet(write, tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = {"n": list(range(1300)), "tags": [["B-A", "O"]] * 1300, "text": [None, *["ü"] * 1299]}
@@ -168,7 +149,7 @@ def test_parquet(write, tmp_path):
 CONLL = "-DOCSTART- -X- -X- O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\n\nPeter NNP B-NP B-PER\r\n \nlast X X O"
 
 
-def test_conll(write):
+def test_conll_and_a_sign_that_begins_comments_elsewhere(write):
     expected = [
         {"tokens": ["EU", "rejects"], "tags": ["B-ORG", "O"]},
         {"tokens": ["Peter"], "tags": ["B-PER"]},
@@ -181,6 +162,11 @@ def test_conll(write):
     assert cells(write("c.conll", "only\ntokens\n\nhere\n")) == [{"tokens": ["only", "tokens"]}, {"tokens": ["here"]}]
     written = write("d.conll", "".join(conll_text(row["tokens"], row["tags"]) for row in expected))
     assert cells(written) == expected
+    found = cells(write("a.conll", TAGGED.format(first="#hashtag NN B-tag\n")))
+    assert [row["tokens"] for row in found] == [["#hashtag", "1", "#"], ["#", "x"]]
+    assert cells(write("a.conll", "#one\ntwo\n\n#\n")) == [{"tokens": ["#one", "two"]}, {"tokens": ["#"]}]
+    found = cells(write("a.conll", "# SYM\nnext X\n\n# #\n"))
+    assert [row["tags"] for row in found] == [["SYM", "X"], ["#"]]
 
 
 def test_conllu_gives_words_and_parts_of_speech(write):
@@ -269,7 +255,7 @@ def test_faults_name_file_and_line(write, name, content, expected):
     assert fault(write(name, content), columns).startswith(expected)
 
 
-def test_columns_that_a_row_lacks_a_missing_file_a_folder_and_a_cut_off_one(write, tmp_path):
+def test_columns_that_a_row_lacks_and_files_that_are_none_are_refused(write, tmp_path):
     assert fault(write("a.csv", "label\n1\n"), ["text"]) == ", line 2: no column 'text', it has label"
     lines = write("a.jsonl", '{"text": 1}\n{"txt": 1}')
     assert fault(lines, ["text"]) == ", line 2: no column 'text', it has txt; did you mean 'txt'?"
@@ -280,6 +266,11 @@ def test_columns_that_a_row_lacks_a_missing_file_a_folder_and_a_cut_off_one(writ
     assert fault(str(tmp_path / "folder.csv")) == ": Is a directory; give a readable file"
     packed = gzip.compress(b"text\n" + os.urandom(1000).hex().encode() + b"\n")
     assert fault(write("b.csv.gz", packed[:-100])).startswith(": damaged or cut off after")
+    packed = gzip.compress(POINTER.encode())
+    for name in ("a.jsonl", "a.json", "a.csv", "a.tsv", "a.conll", "a.txt", "a.conllu", "a.csv.gz"):
+        said = ": a pointer of Git LFS in place of the file: run git lfs install"
+        assert fault(write(name, POINTER)).startswith(said)
+        assert ": a pointer of Git LFS" in fault(write(f"b{name.removesuffix('.gz')}.gz", packed))
 
 
 WORDS = "some words " * 100

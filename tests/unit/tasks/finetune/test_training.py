@@ -140,7 +140,7 @@ def test_dropout_has_a_seed_of_seed_step_and_micro_batch(monkeypatch):
     assert drawn[:4] == drawn[4:] and len(set(drawn)) == 4
 
 
-def test_biases_do_not_decay_and_matrices_do():
+def test_weight_decay_spares_biases_and_the_gains_of_an_encoding_as_pretraining_does():
     one = tuning()
     decays = {id(p): group["weight_decay"] for group in one.optimizer.param_groups for p in group["params"]}
     assert {name: decays[id(weight)] for name, weight in one.weights.items()} == {
@@ -150,6 +150,20 @@ def test_biases_do_not_decay_and_matrices_do():
         "head.classifier.weight": 0.01,
         "head.classifier.bias": 0.0,
     }
+    ddrp = {"position_encoding": "ddrp"}
+    for settings, expected in (
+        (ddrp | {"relative_table": "shared"}, 1),
+        (ddrp | {"relative_table": "per-layer"}, 2),
+        ({"position_encoding": "t5"}, 0),
+    ):
+        config = ModelConfig(2, 8, 2, vocab_size=20, seq_length=16, **settings)
+        model = training.TaskModel(TrainedEncoder(build_model(config)), 8, SEQUENCE, 2)
+        one = training.FineTuning(make_run(), TASKS["CoLA"], model, rows(16, 0))
+        decayed = {id(p) for group in one.optimizer.param_groups for p in group["params"] if group["weight_decay"]}
+        spared = [place for place, weight in one.weights.items() if weight.ndim >= 2 and id(weight) not in decayed]
+        assert spared == [place for place in one.weights if place.endswith(".position.direction")]
+        before = names_without_decay(build_model(config))
+        assert len(spared) == len([n for n in before if n.endswith(".position.direction")]) == expected
 
 
 def test_gradients_are_clipped_to_a_norm_of_one():
@@ -197,7 +211,7 @@ def test_half_precision_leaves_rotary_frequencies_as_they_are():
     assert before and all((dict(rotary.named_buffers())[name] == buffer).all() for name, buffer in before.items())
 
 
-def test_layerwise_decay_divides_the_rate_by_depth():
+def test_layerwise_decay_divides_the_rate_by_depth_and_it_rises_for_a_tenth_and_falls_to_zero():
     one = tuning(layerwise_lr_decay=0.5, lr=1.0)
     one.step(np.arange(8))
     rate = training.learning_rate_factor(0, one.total)
@@ -208,6 +222,11 @@ def test_layerwise_decay_divides_the_rate_by_depth():
     depths |= {"encoder.model.layers.0.attention.query.weight": 1, "encoder.model.encoder.layer.1.output.dense.bias": 2}
     depths |= {"pooler.weight": 3, "head.classifier.bias": 3}
     assert training.layer_depths(depths) == depths
+    factors = [training.learning_rate_factor(step, 100) for step in range(100)]
+    assert max(factors) == factors[9] == factors[10] == training.learning_rate_factor(0, 1) == 1.0
+    assert factors[0] == pytest.approx(0.1) and 0 < factors[-1] < 0.02
+    assert np.allclose(np.diff(factors[:10]), 0.1)
+    assert np.allclose(np.diff(factors[10:]), -1 / 90)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -235,31 +254,6 @@ def test_scaled_labels_identify_a_run_and_raw_ones_keep_their_names():
     assert make_run().name == "CoLA-b8-lr0.03-e6-s1-8d77ed38fc41"
     assert make_run(scales_labels=True).name != make_run().name
     assert TuningRun.of_row({k: v for k, v in asdict(make_run()).items() if k != "scales_labels"}) == make_run()
-
-
-def test_weight_decay_spares_the_gains_of_an_encoding_as_pretraining_does():
-    ddrp = {"position_encoding": "ddrp"}
-    for settings, expected in (
-        (ddrp | {"relative_table": "shared"}, 1),
-        (ddrp | {"relative_table": "per-layer"}, 2),
-        ({"position_encoding": "t5"}, 0),
-    ):
-        config = ModelConfig(2, 8, 2, vocab_size=20, seq_length=16, **settings)
-        model = training.TaskModel(TrainedEncoder(build_model(config)), 8, SEQUENCE, 2)
-        one = training.FineTuning(make_run(), TASKS["CoLA"], model, rows(16, 0))
-        decayed = {id(p) for group in one.optimizer.param_groups for p in group["params"] if group["weight_decay"]}
-        spared = [place for place, weight in one.weights.items() if weight.ndim >= 2 and id(weight) not in decayed]
-        assert spared == [place for place in one.weights if place.endswith(".position.direction")]
-        before = names_without_decay(build_model(config))
-        assert len(spared) == len([n for n in before if n.endswith(".position.direction")]) == expected
-
-
-def test_learning_rate_rises_for_a_tenth_and_falls_to_zero():
-    factors = [training.learning_rate_factor(step, 100) for step in range(100)]
-    assert max(factors) == factors[9] == factors[10] == training.learning_rate_factor(0, 1) == 1.0
-    assert factors[0] == pytest.approx(0.1) and 0 < factors[-1] < 0.02
-    assert np.allclose(np.diff(factors[:10]), 0.1)
-    assert np.allclose(np.diff(factors[10:]), -1 / 90)
 
 
 GPU = torch.device("cuda")

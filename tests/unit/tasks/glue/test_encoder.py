@@ -113,14 +113,13 @@ def test_the_fingerprint_of_a_folder_follows_tokenizer_and_settings_and_not_its_
     assert fingerprint(random_init=True) != drawn
 
 
-def test_the_origin_says_what_was_loaded_missing_and_unused(bert_folder, checkpoint_folder):
+def test_the_origin_says_what_was_loaded_and_folders_that_hold_no_whole_model_are_refused(
+    bert_folder, checkpoint_folder, tmp_path
+):
     assert "missing: none; not used: " in load_encoder(bert_folder).origin
     assert "cls.predictions" in load_encoder(bert_folder).origin
     assert "not used: 5 (head.dense.weight" in load_encoder(checkpoint_folder).origin
     assert "random in every run" in load_encoder(checkpoint_folder, random_init=True).origin
-
-
-def test_folders_that_hold_no_whole_model_are_refused(bert_folder, checkpoint_folder, tmp_path):
     (tmp_path / "empty").mkdir()
     refused("neither a training checkpoint nor a Hugging Face folder", load_encoder, tmp_path / "empty")
     vocabulary = (bert_folder / "vocab.txt").read_text()
@@ -254,15 +253,12 @@ def test_a_pair_of_a_run_like_roberta_has_two_separators(tmp_path):
         assert ids == [2, 5, *[3] * expected, 6, 3]
 
 
-def test_a_folder_in_half_precision_is_fine_tuned_and_drawn_anew_in_fp32(bert_folder):
+def test_a_half_precision_folder_is_tuned_and_drawn_anew_in_fp32_and_a_head_for_answers_has_two_outputs(bert_folder):
     transformers.BertModel.from_pretrained(bert_folder).half().save_pretrained(bert_folder)
     loaded, drawn = load_encoder(bert_folder), load_encoder(bert_folder, random_init=True)
     headed = loaded.family_model(loaded.fresh(1, CPU), SEQUENCE, Labels(("a", "b"), None))
     for module in (loaded.module, headed, drawn.fresh(1, CPU)):
         assert {weight.dtype for weight in module.parameters()} == {torch.float32}
-
-
-def test_a_head_for_answers_has_two_outputs_whatever_the_folder_classified(bert_folder):
     change_config(bert_folder, id2label={str(i): f"l{i}" for i in range(5)})
     encoder = load_encoder(bert_folder)
     assert encoder.family_model(encoder.fresh(1, CPU), SPAN, Labels((), None)).model.qa_outputs.out_features == 2

@@ -100,11 +100,16 @@ def test_collapsed_seeds_count_in_the_choice_of_the_grid_point():
         assert best_cells(rows)["base"]["CoLA"].rows[0]["lr"] == expected == best_point_by_hand(points)
 
 
-def test_what_stands_beside_a_score():
+def test_what_stands_beside_a_score_and_names_are_shown_and_not_run():
     cells = best_cells([row(beside={"em": 0.3, "own": 0.1}), row(seed=2, beside={"em": 0.4})])
     assert cells["base"]["RTE"].beside == {"em": [0.3, 0.4]}
     rows = [row("MNLI", 0.5, other_scores={"dev_mismatched": 0.25}, other_undefined=[])]
     assert "| base | MNLI (dev_mismatched) | accuracy | 25.00 |" in table(rows)
+    name = "runs/<script>alert(1)</script>|`x` [y](z)"
+    rows = [row(score=0.4 + seed / 10, seed=seed, load=load, encoder=load) for seed in (1, 2) for load in (name, "b")]
+    text = table(rows)
+    assert "<script>" not in text
+    assert text.count(r"runs/&lt;script&gt;alert(1)&lt;/script&gt;\|\`x\` \[y\](z)") == 3
 
 
 def full(seed=1, mismatched=0.9):
@@ -188,14 +193,6 @@ def test_one_seed_tells_what_pretraining_gains_under_equal_conditions():
         assert "(1 undefined)" in line and line.endswith("| undefined |")
 
 
-def test_names_are_shown_and_not_run():
-    name = "runs/<script>alert(1)</script>|`x` [y](z)"
-    rows = [row(score=0.4 + seed / 10, seed=seed, load=load, encoder=load) for seed in (1, 2) for load in (name, "b")]
-    text = table(rows)
-    assert "<script>" not in text
-    assert text.count(r"runs/&lt;script&gt;alert(1)&lt;/script&gt;\|\`x\` \[y\](z)") == 3
-
-
 def test_the_papers_rows_are_marked_and_average_as_printed_and_its_runs_are_480_a_checkpoint():
     for name, scores, average_of_8 in PAPER_ROWS:
         assert statistics.fmean(scores) == pytest.approx(average_of_8, abs=0.011), name
@@ -209,7 +206,7 @@ def test_the_papers_rows_are_marked_and_average_as_printed_and_its_runs_are_480_
     assert Search(grid="quick").points == (Point(32, 3e-5, 4),)
 
 
-def test_the_report_is_text_numbers_and_a_figure(tmp_path):
+def test_the_report_is_text_numbers_and_a_figure_and_names_what_is_below_a_constant_guess(tmp_path):
     pytest.importorskip("matplotlib")
     text = write_report({tmp_path: full() + full(2)}, tmp_path, GLUE)
     assert (tmp_path / "table.md").read_text() in text
@@ -218,6 +215,10 @@ def test_the_report_is_text_numbers_and_a_figure(tmp_path):
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
     tables = {path.name for path in (tmp_path / "tables").iterdir()}
     assert tables == {f"{name}.{ending}" for name in ("scores", "runs", "paper") for ending in ("csv", "tex")}
+    folder = scored_folder(tmp_path / "out", [1 - LABELS + 0.1 * LABELS], "STS-B")
+    rows = [row | {"folder": str(folder)} for row in RunStore(folder / "runs.jsonl")]
+    assert Items(GLUE).guess(best_cells(rows)["e"]["STS-B"]) == 0.0
+    assert "-100.00 (below a constant guess)" in write_report({folder: rows}, tmp_path / "table", GLUE)
 
 
 def drawn(rows, title="GLUE"):
@@ -326,13 +327,6 @@ def test_the_table_has_intervals_over_items_and_words_as_far_as_the_predictions_
     assert [pair["over_items"] is None for pair in told()["differences"]] == [True, True, False]
     assert told()["encoders"]["good"]["tasks"]["RTE"]["over_items"] is None
     assert [pair["judgement"] for pair in told()["differences"]] == judgements
-
-
-def test_a_negative_correlation_is_below_a_constant_guess(tmp_path):
-    folder = scored_folder(tmp_path / "out", [1 - LABELS + 0.1 * LABELS], "STS-B")
-    rows = [row | {"folder": str(folder)} for row in RunStore(folder / "runs.jsonl")]
-    assert Items(GLUE).guess(best_cells(rows)["e"]["STS-B"]) == 0.0
-    assert "-100.00 (below a constant guess)" in write_report({folder: rows}, tmp_path / "table", GLUE)
 
 
 @pytest.fixture
