@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 import unicodedata
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def test_a_row_is_question_and_context_and_its_targets_the_answer(tokenizer, mon
     assert encoded.targets.tolist() == [[8, 10], [0, 0]]
     assert encoded.answers == [("Ada  Lovelace", "Ada"), ()]
     assert [CONTEXT[begin:end] for begin, end in encoded.spans[8:11]] == ["Ada", "Love", "lace"]
-    assert (encoded.spans[:6] == -1).all() and (encoded.spans[14] == -1).all()
+    assert (encoded.spans[[*range(6), 14]] == -1).all()
     monkeypatch.setattr(tokenizer, "own_rows", usual_rows(tokenizer.cls_id, tokenizer.sep_id, True))
     encoded = encode(tokenizer, [example(CONTEXT, "Ada")])
     assert spelled(tokenizer, encoded, 0)[4:8] == ["?", "[SEP]", "[SEP]", "it"]
@@ -73,14 +74,19 @@ def test_long_contexts_become_windows_and_the_answer_is_in_those_that_hold_it(to
     assert holders >= 1
     seen = {tuple(span) for span in encoded.spans[encoded.ends[0] :] if span[0] >= 0}
     assert len(seen) == 38  # every piece of the context is in some window
+    encoded = encode(tokenizer, [example("it " * 25)], max_length=16)
+    windows = [own[own[:, 0] >= 0] for own in np.split(encoded.spans, encoded.ends[:-1])]
+    half = len(windows[0]) // 2  # of a row is shared, so that a border cuts no short answer
+    for before, after in zip(windows, windows[1:], strict=False):
+        assert np.array_equal(before[len(windows[0]) - half :], after[:half])
 
 
 def test_answers_that_no_row_holds_are_counted_and_the_shortest_rows_hold_some(tokenizer):
-    context = "it " * 20 + "Ada " * 12 + "it"
-    encoded = encode(tokenizer, [example(CONTEXT, "Ada"), example(context, "Ada " * 11 + "Ada")], max_length=16)
+    long = example("it " * 20 + "Ada " * 12 + "it", "Ada " * 11 + "Ada")
+    encoded = encode(tokenizer, [example(CONTEXT, "Ada"), long], max_length=16)
     assert encoded.warning.startswith("no row of 16 pieces holds the whole answer to 1 of the questions")
     assert not encoded.targets[encoded.questions == 1].any()
-    assert encode(tokenizer, [example(context, "Ada " * 11 + "Ada")]).warning == ""
+    assert encode(tokenizer, [long]).warning == ""
     encoded = encode(tokenizer, [example(CONTEXT, "Ada")], max_length=8)
     assert encoded.lengths.max() == 8 and len(encoded) > 2
     assert (encoded.targets > 0).all(axis=1).any()
@@ -92,13 +98,13 @@ def spans_twin(first, last, longest):
     return max(((first[i] + last[j], i, j) for i, j in pairs), key=lambda span: (span[0], span[1] - span[2], -span[1]))
 
 
-@pytest.mark.parametrize("longest", [1, 3, 30])
-def test_best_spans_are_those_of_the_twin(longest):
-    torch.manual_seed(longest)
-    first, last = torch.randint(-4, 5, (2, 40, 12), dtype=torch.float64)  # whole numbers: some sums are equal
-    first[:, :2] = last[:, :2] = -math.inf
-    found = best_spans(first, last, longest).tolist()
-    assert found == [list(spans_twin(a, b, longest)) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+def test_best_spans_are_those_of_the_twin():
+    for longest in (1, 3, 30):
+        torch.manual_seed(longest)
+        first, last = torch.randint(-4, 5, (2, 40, 12), dtype=torch.float64)  # whole numbers: some sums are equal
+        first[:, :2] = last[:, :2] = -math.inf
+        found = best_spans(first, last, longest).tolist()
+        assert found == [list(spans_twin(a, b, longest)) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
 
 
 def loss_twin(logits, lengths, targets):
@@ -128,7 +134,7 @@ def predict(encoded, outputs, task=TASK):
     return KIND.predictions(task, encoded, outcomes)
 
 
-def test_the_answer_is_the_contexts_own_text(tokenizer):
+def test_the_answer_is_the_contexts_own_text_with_the_accent_of_its_last_letter(tokenizer):
     context = "It: CAFE\u0301  Love\u0300lace\u2028wrote"
     encoded = encode(tokenizer, [Example(("Who?", context), math.nan)])
     pieces = spelled(tokenizer, encoded, 0)
@@ -136,17 +142,17 @@ def test_the_answer_is_the_contexts_own_text(tokenizer):
     outputs[0, pieces.index("caf"), 0] = outputs[0, pieces.index("##lace"), 1] = 5
     outputs[0, 1, 0] = outputs[0, len(pieces) - 1, 1] = 9  # neither the question nor [SEP] is an answer
     assert predict(encoded, outputs) == ["CAFE\u0301  Love\u0300lace"]
-
-
-@pytest.mark.parametrize("context", ["It: cafe\u0301 wrote", "It: cafe\u0301\u0323", "cafe\u0301"])
-def test_an_answer_keeps_the_accent_of_its_last_letter(tokenizer, context):
-    answer = context.removeprefix("It: ").removesuffix(" wrote")
-    encoded = encode(tokenizer, [example(context, answer)])
-    outputs = torch.zeros(1, len(spelled(tokenizer, encoded, 0)), 2)
-    first, last = encoded.targets[0]
-    outputs[0, first, 0] = outputs[0, last, 1] = 5
-    (told,) = predict(encoded, outputs)
-    assert told == answer and KIND.score("exact-match", [(answer,)], [told]) == 1
+    for before, answer, after in (
+        ("It: ", "cafe\u0301", " wrote"),
+        ("It: ", "cafe\u0301\u0323", ""),
+        ("", "cafe\u0301", ""),
+    ):
+        encoded = encode(tokenizer, [example(before + answer + after, answer)])
+        outputs = torch.zeros(1, int(encoded.lengths[0]), 2)
+        first, last = encoded.targets[0]
+        outputs[0, first, 0] = outputs[0, last, 1] = 5
+        (told,) = predict(encoded, outputs)
+        assert told == answer and KIND.score("exact-match", [(answer,)], [told]) == 1
 
 
 def test_the_best_window_answers_and_cls_competes_where_questions_may_have_no_answer(tokenizer):
@@ -170,24 +176,14 @@ def test_outputs_that_are_not_finite_give_no_prediction(tokenizer):
     outputs[0, int(encoded.lengths[0]) :] = math.nan  # padding
     outputs[1, 3, 1] = math.nan
     answers = predict(encoded, outputs)
-    assert answers[0] == "Ada" and answers[1] is None
-    assert KIND.score("f1", encoded.answers, answers) is None
+    assert answers == ["Ada", None] and KIND.score("f1", encoded.answers, answers) is None
     encoded = encode(tokenizer, [example("Ada wrote it.", "Ada"), example("it " * 20 + "Ada", "Ada")], max_length=16)
     assert encoded.questions.tolist().count(1) > 2
     for row in (1, 2, len(encoded) - 1):
         outputs = torch.zeros(len(encoded), 16, 2)
         outputs[row, 3, 0] = math.nan
         assert predict(encoded, outputs) == ["Ada", None]
-
-
-def test_neighbouring_windows_share_half_a_row_so_that_a_border_cuts_no_short_answer(tokenizer):
-    context = "it " * 25
-    encoded = encode(tokenizer, [example(context)], max_length=16)
-    windows = [own[own[:, 0] >= 0] for own in np.split(encoded.spans, encoded.ends[:-1])]
-    room = len(windows[0])
-    for before, after in zip(windows, windows[1:], strict=False):
-        assert np.array_equal(before[room - room // 2 :], after[: room // 2])
-    encoded = encode(tokenizer, [Example(("Who?", "\u200b"), math.nan)])
+    encoded = encode(tokenizer, [Example(("Who?", "\u200b"), math.nan)])  # a context without a piece
     assert predict(encoded, torch.zeros(1, int(encoded.lengths[0]), 2)) == [""]
 
 
@@ -216,25 +212,24 @@ def cells(**more):
     return {"question": "Who?", "context": CONTEXT, "answers": answers} | more
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        (cells(question=" "), "question is empty, expected text"),
-        (cells(context=None), "context is None, expected text"),
-        (cells(answers="Ada"), "label is 'Ada', expected {\"text\": "),
-        (cells(answers={"text": ["Ada"]}), 'expected {"text": '),
-        (cells(answers={"text": ["Ada"], "answer_start": []}), 'expected {"text": '),
-        (cells(answers={"text": ["Ada"], "answer_start": ["4"]}), 'expected {"text": '),
-        (cells(answers={"text": ["Ada"], "answer_start": [5]}), "answer 'Ada' is not at character 5 of the context"),
-        (cells(answers={"text": [""], "answer_start": [4]}), "answer '' is not at character 4 of the context"),
-    ],
-)
-def test_rows_that_are_no_questions(row, expected):
-    with pytest.raises(ValueError) as caught:
-        texts = KIND.texts(row, KIND.usual_columns)
-        KIND.label(row["answers"], TASK)
-        KIND.check(texts, row["answers"])
-    assert expected in str(caught.value)
+NO_QUESTIONS = [
+    (cells(question=" "), "question is empty, expected text"),
+    (cells(context=None), "context is None, expected text"),
+    (cells(answers="Ada"), "label is 'Ada', expected {\"text\": "),
+    (cells(answers={"text": ["Ada"]}), 'expected {"text": '),
+    (cells(answers={"text": ["Ada"], "answer_start": []}), 'expected {"text": '),
+    (cells(answers={"text": ["Ada"], "answer_start": ["4"]}), 'expected {"text": '),
+    (cells(answers={"text": ["Ada"], "answer_start": [5]}), "answer 'Ada' is not at character 5 of the context"),
+    (cells(answers={"text": [""], "answer_start": [4]}), "answer '' is not at character 4 of the context"),
+]
+
+
+def test_rows_that_are_no_questions():
+    for row, expected in NO_QUESTIONS:
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            texts = KIND.texts(row, KIND.usual_columns)
+            KIND.label(row["answers"], TASK)
+            KIND.check(texts, row["answers"])
 
 
 SHADES, COLOURS, FILLERS = ["dark", "light"], ["red", "green", "blue"], ["and", "then", "so", "it", "was"]
@@ -274,45 +269,34 @@ SENTENCES = json.loads((Path(__file__).parents[3] / "golden" / "scripts.json").r
 """Script → a sentence of it, or a few words."""
 
 
-def rules(name):
-    """The normalizer and the pre-tokenizer of a kind of tokenizer; None of a byte-level one."""
-    bert = pre_tokenizers.BertPreTokenizer()
-    return {
-        "lower": (normalizers.BertNormalizer(), bert),
-        "cased": (normalizers.BertNormalizer(lowercase=False, strip_accents=False), bert),
-        "nfc": (normalizers.NFC(), pre_tokenizers.Whitespace()),
-        "nfkc": (normalizers.NFKC(), pre_tokenizers.Metaspace()),
-        "stripped": (
-            normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
-            pre_tokenizers.WhitespaceSplit(),
-        ),
-    }[name]
+BERT = pre_tokenizers.BertPreTokenizer()
+STRIPPED = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+RULES = {
+    "lower": (normalizers.BertNormalizer(), BERT),
+    "cased": (normalizers.BertNormalizer(lowercase=False, strip_accents=False), BERT),
+    "nfc": (normalizers.NFC(), pre_tokenizers.Whitespace()),
+    "nfkc": (normalizers.NFKC(), pre_tokenizers.Metaspace()),
+    "stripped": (STRIPPED, pre_tokenizers.WhitespaceSplit()),
+}
+"""Kind of tokenizer → its normalizer and pre-tokenizer."""
 
 
 def tokenizer_for(texts, folder, name, single):
     """A tokenizer whose pieces are the characters of the texts, or with `single` their words as far as it sees them."""
-    normalizer, splitter = rules(name)
+    normalizer, splitter = RULES[name]
     seen = [normalizer.normalize_str(text) for text in texts]
     parts = {word for text in seen for word, _ in splitter.pre_tokenize_str(text)}
     pieces = sorted({character for part in parts for character in part} | {"\u2581"})
     pieces = [*pieces, *(sorted(parts) if single else ())]
-    vocabulary = {
-        piece: i for i, piece in enumerate(dict.fromkeys([*SPECIAL, *pieces, *(f"##{piece}" for piece in pieces)]))
-    }
+    pieces = dict.fromkeys([*SPECIAL, *pieces, *(f"##{piece}" for piece in pieces)])
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
     backend = RustTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=1000))
     backend.normalizer, backend.pre_tokenizer = normalizer, splitter
     backend.save(str(folder / "tokenizer.json"))
     return build_tokenizer("HuggingFace", tokenizer_model=folder)
 
 
-def text_of_gold(tokenizer, context, gold, begin):
-    """The text of the pieces of the gold answer."""
-    rows = KIND.encode(TASK, [Example(("who", context), Answers((gold,), (begin,)))], tokenizer, 4000)
-    first, last = rows.targets[0]
-    return KIND.predictions(TASK, rows, np.array([[9.0, first, last, 0.0]]))[0]
-
-
-@pytest.mark.parametrize("name", ["lower", "cased", "nfc", "nfkc", "stripped"])
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("single", [True, False], ids=["words", "characters"])
 def test_the_gold_pieces_give_the_gold_text_in_every_script(tmp_path, name, single):
     wrong = {}
@@ -321,16 +305,17 @@ def test_the_gold_pieces_give_the_gold_text_in_every_script(tmp_path, name, sing
     for context in texts:
         begin = 0
         for gold in context.split(" "):
-            found = text_of_gold(tokenizer, context, gold, begin)
+            rows = encode(tokenizer, [Example(("who", context), Answers((gold,), (begin,)))], 4000)
+            first, last = rows.targets[0]
+            (found,) = KIND.predictions(TASK, rows, np.array([[9.0, first, last, 0.0]]))
             if found != gold:
                 wrong[gold] = found
             begin += len(gold) + 1
     assert wrong == {}
 
 
-@pytest.mark.parametrize(
-    ("context", "spans", "first", "last", "expected"),
-    [
+def test_an_answer_ends_where_the_pieces_or_the_characters_end():
+    for context, spans, first, last, expected in (
         ("\U0001f469\u200d\U0001f4bb", [(0, 1), (2, 3)], 0, 0, "\U0001f469"),  # the pieces separate the cluster
         ("\U0001f469\u200d\U0001f4bb", [(0, 1), (2, 3)], 0, 1, "\U0001f469\u200d\U0001f4bb"),
         ("\u092e\u0948\u0902 a", [(0, 1), (1, 2)], 0, 0, "\u092e"),
@@ -338,7 +323,5 @@ def test_the_gold_pieces_give_the_gold_text_in_every_script(tmp_path, name, sing
         ("no \u0600\u0661\u0662", [(0, 2), (4, 6)], 1, 1, "\u0600\u0661\u0662"),
         ("\u05e9\u05dc\u200f a", [(0, 2), (4, 5)], 0, 0, "\u05e9\u05dc"),  # a mark of direction is no part of a letter
         ("cafe \u0301", [(0, 4)], 0, 0, "cafe"),
-    ],
-)
-def test_an_answer_ends_where_the_pieces_or_the_characters_end(context, spans, first, last, expected):
-    assert text_of_pieces(context, np.array(spans), first, last) == expected
+    ):
+        assert text_of_pieces(context, np.array(spans), first, last) == expected
