@@ -15,9 +15,7 @@ from megatron_ddrp.objectives.contract import losses_of
 
 @pytest.mark.parametrize("objective", ["mlm", "mth"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_of_a_step_is_the_objectives(
-    objective: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_of_a_step_is_the_objectives(objective, dtype, monkeypatch):
     config = ModelConfig(
         num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=arms.VOCABULARY, seq_length=8,
         position_encoding="ddrp", hidden_dropout=0.0, attention_dropout=0.0,
@@ -26,7 +24,6 @@ def test_the_loss_of_a_step_is_the_objectives(
     monkeypatch.setattr(arms, "training_step", lambda model, loss: (model, loss))
     model, loss = arms.our_step(config, settings, arrays, dtype)
     computed = loss()
-
     terms = arms.make_objective(settings)
     sums = model(arms.on_device(arrays), arms.new_draws(arrays, settings, config)()).sums.double()
     counts = {name: float(count(arrays)) for name, count in terms.counts.items()}

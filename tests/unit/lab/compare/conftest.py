@@ -21,7 +21,6 @@ HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"},
 
 
 def read_plan(file, given=None) -> ComparisonPlan:
-    """The plan of a file without rungs."""
     (plan,) = read_plans(file, given)
     return plan
 
@@ -29,15 +28,10 @@ def read_plan(file, given=None) -> ComparisonPlan:
 @pytest.fixture
 def values(tiny_corpus):
     """A whole plan as YAML values; tests change what they are about."""
+    names = {"BERT (MLM)": "mlm", "BERT (MTH)": "mth"}
     return {
-        "models": [
-            {"name": "BERT (MLM)", "encoding": "absolute", "objective": "mlm"},
-            {"name": "BERT (MTH)", "encoding": "absolute", "objective": "mth"},
-        ],
-        "seeds": 3,
-        "budget": {"steps": 40},
-        "checkpoints": 2,
-        "half_budget": ["BERT (MTH)"],
+        "models": [{"name": name, "encoding": "absolute", "objective": own} for name, own in names.items()],
+        **{"seeds": 3, "budget": {"steps": 40}, "checkpoints": 2, "half_budget": ["BERT (MTH)"]},
         "corpus": {"data_path": [str(tiny_corpus.prefix)], "vocab_file": str(tiny_corpus.vocab_file)},
         "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
         "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3},
@@ -47,7 +41,6 @@ def values(tiny_corpus):
 
 @pytest.fixture
 def write(tmp_path):
-    """values → the file of a plan."""
 
     def to_file(values) -> Path:
         path = tmp_path / "plan.yaml"
@@ -60,12 +53,8 @@ def write(tmp_path):
 @pytest.fixture
 def open_work(write, tmp_path):
     """values → the `PlanJobs` of an output folder."""
-
-    def make(values) -> PlanJobs:
-        folder = tmp_path / "out"
-        return PlanJobs(read_plan(write(values)), folder, open_store(folder))
-
-    return make
+    folder = tmp_path / "out"
+    return lambda values: PlanJobs(read_plan(write(values)), folder, open_store(folder))
 
 
 @pytest.fixture
@@ -73,16 +62,18 @@ def write_rows(tmp_path):
     """Return a function that writes rows with their sums into a file of this name."""
 
     def write(rows, name="rows.jsonl") -> Path:
-        path = tmp_path / name
-        lines = [json.dumps(row | {"crc32": object_sum(row)}) for row in json.loads(json.dumps(list(rows)))]
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        return path
+        rows = json.loads(json.dumps(list(rows)))
+        return write_lines(tmp_path / name, [row | {"crc32": object_sum(row)} for row in rows])
 
     return write
 
 
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def experiment_of(work: PlanJobs) -> Experiment:
-    """The experiment of one plan."""
     return Experiment([work.plan], work.folder, work.store)
 
 
@@ -94,7 +85,6 @@ def write_page(work: PlanJobs, claims=None) -> str:
 
 
 def measures_of(work: PlanJobs, *kinds: str) -> list[Measure]:
-    """The measures of these kinds, kind by kind."""
     return [measure for kind in kinds for measure in work.measures if measure.job.kind == kind]
 
 
@@ -115,12 +105,11 @@ def finish_run(work: PlanJobs, run: PlannedRun, loss: float, step_time: float = 
     for step in run.checkpoints:
         rows.append({"iteration": step, "step_time": step_time, "consumed_tokens": 100 * step})
         rows.append({"iteration": step, "valid_lm_loss": loss + (run.steps - step) / 100})
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(run.folder / "metrics.jsonl", rows)
     record(work, run.job)
 
 
 def finish_runs(work: PlanJobs, loss: float = 6.5) -> None:
-    """Finish all runs of a plan with one loss."""
     for run in work.runs:
         finish_run(work, run, loss)
 
@@ -130,9 +119,8 @@ def write_tuning(job: Job, rows: Iterable[dict[str, Any]]) -> None:
     usual = {"batch_size": 32, "lr": 3e-5, "epochs": 4, "seed": 1, "max_seq_length": 32, "encoder": job.name}
     usual |= {"data": "d", "micro_batch_size": 16, "layerwise_lr_decay": 1.0, "precision": "fp32", "load": "iter"}
     usual |= {"max_train_examples": None, "train_examples": 9, "dev_examples": 9, "seconds": 1.0, "metric": "m"}
-    lines = [usual | row | {"epoch_scores": [row["score"]]} for row in rows]
     job.output.parent.mkdir(parents=True, exist_ok=True)
-    (job.output.parent / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(job.output.parent / "runs.jsonl", [usual | row | {"epoch_scores": [row["score"]]} for row in rows])
     (job.output.parent / "table.json").write_text("{}")
 
 

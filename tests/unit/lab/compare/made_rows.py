@@ -33,28 +33,12 @@ def make_row(model: str, seed: int, rung: int, values: Mapping[str, float], **ot
     encoding, _, objective = model.partition("+")
     half = other.get("half", False)
     tokens = rung // 2 if half else rung
-    row = {
-        "run": "-".join(map(str, (model, seed, rung, half, other.get("check", "")))),
-        "model": model,
-        "half": half,
-        "encoding": encoding,
-        "objective": "mlm",
-        "flags": {},
-        "baseline": "absolute",
-        "check": "",
-        "seed": seed,
-        "budget": f"{rung:,} tokens",
-        "tokens": tokens,
-        "planned_tokens": rung,
-        "steps": tokens // 2048,
-        "parameters": 1_468_160,
-        "common": {"num_layers": 2, "hidden_size": 128, "bf16": True, "lr": 0.002},
-        "values": dict(values),
-        "hardware": "2 cores",
-        "versions": {"torch": "2.13.0"},
-        "workers": 2,
-        "seconds": 300.0,
-    }
+    name = "-".join(map(str, (model, seed, rung, half, other.get("check", ""))))
+    row = {"run": name, "model": model, "half": half, "encoding": encoding, "objective": "mlm", "flags": {}}
+    row |= {"baseline": "absolute", "check": "", "seed": seed, "budget": f"{rung:,} tokens", "tokens": tokens}
+    row |= {"planned_tokens": rung, "steps": tokens // 2048, "parameters": 1_468_160, "values": dict(values)}
+    row |= {"common": {"num_layers": 2, "hidden_size": 128, "bf16": True, "lr": 0.002}, "hardware": "2 cores"}
+    row |= {"versions": {"torch": "2.13.0"}, "workers": 2, "seconds": 300.0}
     return row | OBJECTIVES.get(objective, {}) | other
 
 
@@ -68,10 +52,9 @@ def gain_rows(
     for number in range(len(next(iter(gains.values())))):
         for seed in range(seeds[number]):
             base = 6.0 - 0.5 * number + 0.05 * seed
-            rows.append(make_row("absolute", seed, RUNGS[number], {measure: base}))
-            for model, by_rung in gains.items():
-                value = base + sign * (by_rung[number] + generator.gauss(0, noise))
-                rows.append(make_row(model, seed, RUNGS[number], {measure: value}))
+            found = {"absolute": base}
+            found |= {name: base + sign * (own[number] + generator.gauss(0, noise)) for name, own in gains.items()}
+            rows += [make_row(name, seed, RUNGS[number], {measure: value}) for name, value in found.items()]
     return rows
 
 
@@ -114,5 +97,4 @@ def full_rows(num_rungs: int = 2, num_seeds: int = 2) -> list[Row]:
 
 
 def results_of(rows: Iterable[Row], check: str = "") -> ExperimentValues:
-    """Return the results of some rows."""
     return ExperimentValues([as_run(row) for row in rows], check)

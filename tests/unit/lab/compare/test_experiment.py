@@ -1,4 +1,5 @@
-"""Experiments: names of jobs, jobs in several processes, and the rows of finished runs."""
+"""Experiments: names of jobs, jobs in several processes, rows of finished runs, and a run that is trained again and its
+comparison with its row (training is made up here; test_tasks.py trains)."""
 
 import json
 import queue
@@ -7,6 +8,7 @@ import shutil
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,14 +17,14 @@ import torch
 
 from megatron_ddrp.lab.compare.command import main, parse_arguments
 from megatron_ddrp.lab.compare.experiment import Experiment, Runner, full_command, plan_experiment
-from megatron_ddrp.lab.compare.measures import Recording
+from megatron_ddrp.lab.compare.measures import PlanJobs, Recording, make_row
 from megatron_ddrp.lab.compare.plan import make_config, read_plans
-from megatron_ddrp.lab.compare.rows import open_rows
+from megatron_ddrp.lab.compare.rows import RunRow, open_rows
 from megatron_ddrp.lab.compare.runs import Job, facts_of, job_name, open_store, start_of
 from megatron_ddrp.run.metrics import store_level
 from megatron_ddrp.tasks.statistics import LOSS, OTHER_LOSS, TRAINING_LOSS
-from tests.refusals import refused
-from tests.unit.lab.compare.conftest import finish_run, finish_similarity, read_plan
+from tests.refusals import refused, wrong_arguments
+from tests.unit.lab.compare.conftest import finish_run, finish_similarity, read_plan, record, write_lines
 
 PLAN = """
 models:
@@ -41,38 +43,28 @@ tasks: [{file: order.yaml, seeds: 1, epochs: [2, 3]}]
 analyses: {self-similarity: 8, triangle: 9, attention-maps: 8, space: 8, direction: 8, throughput: [16, 32]}
 """
 KEYS = """
-course-bert-7-c7ca4901fa37
-course-bert-8-64becc54f726
-course-ddrp-mth-7-ad038258c6ed
-course-ddrp-mth-half-the-budget-7-160d8c64d6ed
-attention-maps-bert-seed-7-83b19a18ce64
-direction-bert-seed-7-83b19a18ce64
-self-similarity-ddrp-mth-seed-7-bdc1564b3936
-space-ddrp-mth-seed-8-7692f8975c52
-triangle-ddrp-mth-seed-7-5b53d7fa5041
-throughput-2-models-seed-7-e965973e3b1a
-finetune-order-bert-seed-7-4314c983d583
-finetune-order-ddrp-mth-half-the-budget-seed-7-d52c3cf414de
-glue-bert-seed-7-step-16-b369b7372e08
-glue-bert-seed-7-step-32-91de51dfcdb2
+course-bert-7-c7ca4901fa37 course-bert-8-64becc54f726
+course-ddrp-mth-7-ad038258c6ed course-ddrp-mth-half-the-budget-7-160d8c64d6ed
+attention-maps-bert-seed-7-83b19a18ce64 direction-bert-seed-7-83b19a18ce64
+self-similarity-ddrp-mth-seed-7-bdc1564b3936 space-ddrp-mth-seed-8-7692f8975c52
+triangle-ddrp-mth-seed-7-5b53d7fa5041 throughput-2-models-seed-7-e965973e3b1a
+finetune-order-bert-seed-7-4314c983d583 finetune-order-ddrp-mth-half-the-budget-seed-7-d52c3cf414de
+glue-bert-seed-7-step-16-b369b7372e08 glue-bert-seed-7-step-32-91de51dfcdb2
 glue-ddrp-mth-half-the-budget-seed-7-step-16-a084b8c7749a
-minimal-pairs-bert-seed-7-61e9d7f193b6
-minimal-pairs-ddrp-mth-seed-7-ca3316efee8f
-vocabulary-bfa4386490a2
-dataset-bfa4386490a2
-shuffled-bfa4386490a2
+minimal-pairs-bert-seed-7-61e9d7f193b6 minimal-pairs-ddrp-mth-seed-7-ca3316efee8f
+vocabulary-bfa4386490a2 dataset-bfa4386490a2 shuffled-bfa4386490a2
 """
 """One or more names of each kind of job of the plan, as finished folders have them."""
 
 
-@pytest.fixture
-def names_of(tmp_path, monkeypatch):
-    """Return a function from a plan's text to the names of its jobs. The bytes of its inputs are in the names."""
+def test_names_of_jobs_stay_and_a_change_in_the_middle_of_a_task_file_is_another_job(tmp_path, monkeypatch):
+    """The bytes of a job's inputs are in its name; a number of workers and a baseline are not."""
     monkeypatch.chdir(tmp_path)
+    row = '{"text": "a b", "label": "in order"}\n'
     for name, content in {
         "corpus.txt": "a text of words\n\nanother text\n" * 9,
         "order.yaml": "{train: train.jsonl, valid: train.jsonl, kind: classification}",
-        "train.jsonl": '{"text": "a b", "label": "in order"}\n',
+        "train.jsonl": row,
         "pairs/order.jsonl": json.dumps({"sentence_good": "a b", "sentence_bad": "b a"}),
         "glue/RTE/train.tsv": "x",
         "glue/CoLA/train.tsv": "y",
@@ -80,45 +72,24 @@ def names_of(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
 
-    def names(text) -> set[str]:
+    def names_of(text) -> set[str]:
         (tmp_path / "plan.yaml").write_text(text)
         plan = read_plan(tmp_path / "plan.yaml")
         return {job.name for job in Experiment([plan], tmp_path / "out", open_store(tmp_path / "out")).jobs()}
 
-    return names
-
-
-def test_the_names_of_jobs_stay_also_with_a_number_of_workers_and_a_baseline(names_of):
     found = names_of(PLAN)
     assert found >= set(KEYS.split()) and len(found) == 46
     assert {name.split("-")[0] for name in found} == {name.split("-")[0] for name in KEYS.split()}
     assert found == names_of(PLAN + "workers: 2\nbaseline: BERT\n")
-
-
-def test_a_change_in_the_middle_of_a_task_file_is_another_job(names_of, tmp_path):
-    row = '{"text": "a b", "label": "in order"}\n'
-    before = names_of(PLAN)
     (tmp_path / "train.jsonl").write_text(row * 100_000)
     long = names_of(PLAN)
     (tmp_path / "train.jsonl").write_text(row * 50_000 + row.replace("a b", "b a") + row * 49_999)
-    assert {name.split("-")[0] for name in long ^ names_of(PLAN)} == {"finetune"}
-    assert before != long
+    assert {name.split("-")[0] for name in long ^ names_of(PLAN)} == {"finetune"} and found != long
 
 
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "out"
-
-
-@pytest.fixture
-def runner(folder):
-    """workers → a runner and the lines that it says."""
-
-    def make(workers=2):
-        lines: list[str] = []
-        return Runner(open_store(folder), workers, lines.append), lines
-
-    return make
 
 
 def job(folder, name, code="pass", needs=()):
@@ -128,130 +99,100 @@ def job(folder, name, code="pass", needs=()):
     return Job("triangle", name, name, (sys.executable, "-c", f"{code}; {write}"), output, tuple(needs))
 
 
-def test_needs_come_first_and_nothing_is_done_twice(runner, folder):
+def test_needs_come_first_nothing_is_done_twice_and_a_foreign_line_is_named(folder):
     jobs = [job(folder, "third", needs=["second"]), job(folder, "second", needs=["first"]), job(folder, "first")]
     for _ in range(2):
-        done, _ = runner()
-        done.run(jobs)
-        assert [row["job"] for row in open_store(folder)] == ["first", "second", "third"] and not done.failed
+        runner = Runner(open_store(folder), 2)
+        runner.run(jobs)
+        assert [row["job"] for row in open_store(folder)] == ["first", "second", "third"] and not runner.failed
         assert {j.output.read_text() for j in jobs} == {"done\n"}
+    (folder / "jobs.jsonl").write_text('{"run": 1}\n')
+    refused(r"jobs\.jsonl, line 1: not a job finished by megatron-ddrp compare", open_store, folder)
 
 
-def test_a_failure_is_told_with_its_log_and_the_others_go_on(runner, folder):
+def test_a_failure_is_told_with_its_log_and_the_others_go_on(folder):
     bad = job(folder, "bad", "print('out of luck'); raise SystemExit(3)")
     idle = Job("triangle", "idle", "idle", (sys.executable, "-c", "pass"), folder / "nothing")
-    done, lines = runner(1)
-    done.run([bad, job(folder, "after", needs=["bad"]), idle, job(folder, "other")])
+    lines: list[str] = []
+    runner = Runner(open_store(folder), 1, lines.append)
+    runner.run([bad, job(folder, "after", needs=["bad"]), idle, job(folder, "other")])
     assert [row["job"] for row in open_store(folder)] == ["other"]
-    assert set(done.failed) == {"bad", "after", "idle"} and done.failed["after"] == "needs bad"
+    assert set(runner.failed) == {"bad", "after", "idle"} and runner.failed["after"] == "needs bad"
     told, made_nothing = (line for line in lines if line.startswith("FAILED"))
     assert "exit code 3, out of luck" in told and str(folder / "logs" / "bad.log") in told
     assert "it made no" in made_nothing
 
 
-def test_two_runners_share_the_jobs(runner, folder):
+def test_two_runners_share_the_jobs_and_wait_or_not_for_one_that_another_process_holds(folder):
     jobs = [job(folder, f"j{number}", "import time; time.sleep(0.1)") for number in range(6)]
-    runners = [runner(1)[0] for _ in range(2)]
-    threads = [threading.Thread(target=r.run, args=(jobs,)) for r in runners]
+    threads = [threading.Thread(target=Runner(open_store(folder), 1).run, args=(jobs,)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert {j.output.read_text() for j in jobs} == {"done\n"} and len(open_store(folder).rows) == 6
-
-
-def test_a_job_that_another_process_holds_is_waited_for(runner, folder):
     only = job(folder, "only")
     lease = open_store(folder).lease("only")
     assert lease and open_store(folder).lease("only") is None
-    done, _ = runner()
     lines = queue.SimpleQueue()
-    done.say = lines.put
-    thread = threading.Thread(target=done.run, args=([only],))
+    thread = threading.Thread(target=Runner(open_store(folder), 2, lines.put).run, args=([only],))
     thread.start()
     assert "waiting for that process" in lines.get(timeout=60) and not only.output.exists()
     lease.close()
     thread.join(60)
     assert only.output.read_text() == "done\n"
-
-
-def test_a_runner_that_does_not_wait_leaves_what_others_hold(runner, folder):
+    folder = folder.parent / "another"  # where the runner does not wait
     held, free = job(folder, "held"), job(folder, "free")
     after = job(folder, "after", needs=["free"])
     score, table = job(folder, "score", needs=["held"]), job(folder, "table", needs=["score", "free"])
     jobs = [held, free, after, score, table]
     lease = open_store(folder).lease("held")
-    done, _ = runner(1)
-    thread = threading.Thread(target=done.run, args=(jobs, False), daemon=True)
+    runner = Runner(open_store(folder), 1)
+    thread = threading.Thread(target=runner.run, args=(jobs, False), daemon=True)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
     assert [row["job"] for row in open_store(folder)] == ["free", "after"]
-    assert done.left(jobs) == [held, score, table] and not done.failed
+    assert runner.left(jobs) == [held, score, table] and not runner.failed
     lease.close()
-    done.run(jobs, wait=False)
-    assert done.left(jobs) == []
+    runner.run(jobs, wait=False)
+    assert runner.left(jobs) == []
 
 
-def test_workers_share_the_cores(runner, folder, monkeypatch):
+def test_names_tell_facts_apart_stay_those_of_earlier_versions_and_hold_no_setting_without_a_result(tmp_path):
+    names = {job_name("course", "BERT (MTH α1=0.1)", facts) for facts in ([1], [2], [1, 2])}
+    assert len(names) == 3 and all(name.startswith("course-bert-mth-a1-0.1-") for name in names)
+    earlier = {"BertWordPieceLowerCase": "708debe29b69", "BertWordPieceCase": "538243eabaa2"}
+    settings = {"position_encoding": "rope", "seed": 1235, "lr": 2e-3, "packing": True, "data_path": ("a",)}
+    settings |= {"train_iters": 300, "num_layers": 2, "lr_warmup_fraction": 0.05, "bf16": True, "objective": "mth"}
+    for tokenizer, name in (earlier | {"HuggingFace": "d6d77b193eb7"}).items():
+        given = settings | {"tokenizer_type": tokenizer, "vocab_file": "v", "log_interval": 3}
+        assert job_name("course", "x", [facts_of(make_config(given, "plan"))]) == f"course-x-{name}"
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 1}}', encoding="utf-8")
+    config = make_config({"deepspeed_config": str(path)}, "plan")
+    assert config.parallel.decided_by_deepspeed_config == ("zero_stage",)  # as it is anyway
+    assert facts_of(config)["parallel"] == {"deepspeed_config": str(path)}
+    assert facts_of(make_config({"cuda_graphs": "on"}, "plan")) == facts_of(make_config({}, "plan"))
+
+
+def test_a_launcher_keeps_its_own_words_and_workers_share_the_cores(folder, monkeypatch):
+    for launcher, words in (
+        ("python", f"{sys.executable} -m megatron_ddrp pretrain"),
+        ("python -m torch.distributed.run --nproc-per-node 2", f"{sys.executable} -m torch.distributed.run"),
+        ("deepspeed --num_gpus 2", "deepspeed --num_gpus 2 --module megatron_ddrp pretrain"),
+        ("torchrun --nproc-per-node 2", "torchrun --nproc-per-node 2 -m megatron_ddrp pretrain"),
+    ):
+        command = full_command(start_of(launcher))
+        assert command[: len(words.split())] == words.split() and command[-2:] == ["megatron_ddrp", "pretrain"]
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("megatron_ddrp.lab.compare.experiment.os.cpu_count", lambda: 8)
     threads = "import os; open('{}', 'w').write(os.environ.get('OMP_NUM_THREADS', 'all'))"
     for workers, expected in ((4, "2"), (1, "all")):
         told = folder / f"threads-{workers}"
-        done, _ = runner(workers)
-        done.run([job(folder, f"w{workers}", threads.format(told))])
+        Runner(open_store(folder), workers).run([job(folder, f"w{workers}", threads.format(told))])
         assert told.read_text() == expected
     assert [row["threads"] for row in open_store(folder)] == ["2", str(torch.get_num_threads())]
-
-
-def test_names_tell_facts_apart():
-    names = {job_name("course", "BERT (MTH α1=0.1)", facts) for facts in ([1], [2], [1, 2])}
-    assert len(names) == 3 and all(name.startswith("course-bert-mth-a1-0.1-") for name in names)
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "name"),
-    [
-        ("BertWordPieceLowerCase", "708debe29b69"),
-        ("BertWordPieceCase", "538243eabaa2"),
-        ("HuggingFace", "d6d77b193eb7"),
-    ],
-)
-def test_runs_of_earlier_versions_keep_their_names(tokenizer, name):
-    settings = {"tokenizer_type": tokenizer, "position_encoding": "rope", "seed": 1235, "lr": 2e-3, "packing": True}
-    settings |= {"train_iters": 300, "num_layers": 2, "lr_warmup_fraction": 0.05, "bf16": True, "objective": "mth"}
-    places = {"data_path": ("a",), "vocab_file": "v", "log_interval": 3}
-    assert job_name("course", "x", [facts_of(make_config(settings | places, "plan"))]) == f"course-x-{name}"
-
-
-def test_a_file_that_only_says_what_is_so_anyway_and_cuda_graphs_leave_the_name(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text('{"zero_optimization": {"stage": 1}}', encoding="utf-8")
-    config = make_config({"deepspeed_config": str(path)}, "plan")
-    assert config.parallel.decided_by_deepspeed_config == ("zero_stage",)
-    assert facts_of(config)["parallel"] == {"deepspeed_config": str(path)}
-    assert facts_of(make_config({"cuda_graphs": "on"}, "plan")) == facts_of(make_config({}, "plan"))
-
-
-@pytest.mark.parametrize(
-    ("launcher", "words"),
-    [
-        ("python", [sys.executable, "-m", "megatron_ddrp", "pretrain"]),
-        ("python -m torch.distributed.run --nproc-per-node 2", [sys.executable, "-m", "torch.distributed.run"]),
-        ("deepspeed --num_gpus 2", ["deepspeed", "--num_gpus", "2", "--module", "megatron_ddrp", "pretrain"]),
-        ("torchrun --nproc-per-node 2", ["torchrun", "--nproc-per-node", "2", "-m", "megatron_ddrp", "pretrain"]),
-    ],
-)
-def test_a_launcher_keeps_its_own_words(launcher, words):
-    command = full_command(start_of(launcher))
-    assert command[: len(words)] == words and command[-2:] == ["megatron_ddrp", "pretrain"]
-
-
-def test_a_foreign_line_in_the_store_is_named(folder):
-    folder.mkdir()
-    (folder / "jobs.jsonl").write_text('{"run": 1}\n')
-    refused(r"jobs\.jsonl, line 1: not a job finished by megatron-ddrp compare", open_store, folder)
 
 
 def test_the_plan_counts_the_jobs_of_each_kind_and_takes_the_mean_of_finished_ones(folder):
@@ -276,8 +217,7 @@ def test_the_status_counts_the_steps_of_running_training(folder, monkeypatch):
     (folder / "first").mkdir(parents=True)
 
     def status(*rows):
-        written = [json.dumps(row) + "\n" for row in rows]
-        (folder / "first" / "metrics.jsonl").write_text("".join(written))
+        write_lines(folder / "first" / "metrics.jsonl", rows)
         return lines.status([(run, 40.0), (score, 40.0)], [run, score, waiting])
 
     start = {"iteration": 1, "step_time": 30.0}
@@ -299,7 +239,6 @@ CHECK = {"check": "rate", "budget": {"tokens": 5120}, "seeds": [1], "models": ["
 
 @pytest.fixture
 def rungs(values):
-    """Values of a plan with four rungs."""
     for key in ("budget", "seeds", "half_budget"):
         del values[key]
     return values | {"rungs": [CHECK, LOWEST, MORE_SEEDS, HIGHEST]}
@@ -308,16 +247,11 @@ def rungs(values):
 @pytest.fixture
 def open_ladder(write, tmp_path):
     """Values, more words → the ladder of an output folder."""
-
-    def make(values, *words) -> Experiment:
-        options = parse_arguments([str(write(values)), "--output-dir", str(tmp_path / "out"), *words])
-        return plan_experiment(options)
-
-    return make
+    words = ["--output-dir", str(tmp_path / "out")]
+    return lambda values, *more: plan_experiment(parse_arguments([str(write(values)), *words, *more]))
 
 
 def finish(ladder: Experiment, loss: float = 5.0) -> None:
-    """Finish every job of the ladder."""
     for work in ladder.works:
         for run in work.runs:
             if run.job.name not in ladder.store:
@@ -328,7 +262,7 @@ def finish(ladder: Experiment, loss: float = 5.0) -> None:
     ladder.record()
 
 
-def test_an_entry_of_rungs_replaces_keys_of_the_file(rungs, write):
+def test_an_entry_of_rungs_replaces_keys_of_the_file_and_a_mistake_is_one_line(rungs, write):
     plans = read_plans(write(rungs))
     assert [plan.budget.tokens for plan in plans] == [5120, 5120, 5120, 20480]
     assert [plan.seeds for plan in plans] == [(1,), (1234, 1235), (1236,), (1234,)]
@@ -337,27 +271,18 @@ def test_an_entry_of_rungs_replaces_keys_of_the_file(rungs, write):
     assert [plan.check for plan in plans] == ["rate", "", "", ""] and plans[0].analyses.self_similarity == 0
     assert all(plan.flags == plans[0].flags for plan in plans)
     assert [plan.workers for plan in read_plans(write(rungs), {"workers": 2})] == [2] * 4
-
-
-@pytest.mark.parametrize(
-    ("rung", "expected"),
-    [
+    for rung, expected in (
         ("5 tokens", "rungs[2]: got '5 tokens', expected keys of a plan"),
         ({"seeds": 2}, "rungs[2].budget: missing"),
         (LOWEST | {"models": ["DDRP"]}, "rungs[2].models: got 'DDRP', expected names of models: BERT (MLM), BERT"),
         (LOWEST | {"models": [{"name": "X"}]}, "rungs[2].models: got {'name': 'X'}, expected names of models: BERT"),
         (LOWEST | {"sedes": 2}, "rungs[2]: unknown setting 'sedes'; did you mean seeds?"),
         (LOWEST | {"models": ["BERT (MLM)"]}, "rungs[2]: half_budget: got 'BERT (MTH)', expected one of BERT (MLM)"),
-    ],
-)
-def test_a_mistake_in_a_rung_is_one_line(rungs, write, rung, expected):
-    file = write(rungs | {"rungs": [HIGHEST, rung]})
-    assert refused("^" + re.escape(f"{file}: {expected}"), read_plans, file).exit_code == 2
-
-
-@pytest.mark.parametrize("none", [[], {}, 3, None])
-def test_rungs_are_a_list_with_an_entry(rungs, write, none):
-    refused("rungs: expected a list of rungs", read_plans, write(rungs | {"rungs": none}))
+    ):
+        file = write(rungs | {"rungs": [HIGHEST, rung]})
+        wrong_arguments("^" + re.escape(f"{file}: {expected}"), read_plans, file)
+    for none in ([], {}, 3, None):
+        refused("rungs: expected a list of rungs", read_plans, write(rungs | {"rungs": none}))
 
 
 def test_jobs_stand_in_the_order_of_the_rungs_each_once_and_a_run_before_its_measures(rungs, open_ladder):
@@ -400,54 +325,16 @@ def test_a_row_has_everything_about_a_run(rungs, open_ladder):
     assert [row["check"] for row in rows if row["seed"] == 1] == ["rate"]
 
 
-def test_a_run_with_a_row_is_not_repeated_in_an_empty_folder(rungs, open_ladder, tmp_path):
-    kept = tmp_path / "kept.jsonl"
-    ladder = open_ladder(rungs, "--rows", str(kept))
-    finish(ladder)
+def test_a_run_with_a_row_is_not_repeated_in_an_empty_folder_but_for_a_job_of_several_runs(
+    rungs, open_ladder, tmp_path
+):
+    words = ("--rows", str(tmp_path / "kept.jsonl"))
+    finish(open_ladder(rungs, *words))
     shutil.rmtree(tmp_path / "out")
-    again = open_ladder(rungs, "--rows", str(kept))
-    assert not again.jobs()
-    (tmp_path / "out").mkdir(exist_ok=True)
-    kept.unlink()
-    assert len([job for job in open_ladder(rungs, "--rows", str(kept)).jobs() if job.kind == "course"]) == 10
-
-
-def test_a_new_measure_repeats_a_run_whose_folder_is_gone_and_its_row_replaces_the_old(rungs, open_ladder, tmp_path):
-    ladder = open_ladder(rungs)
-    finish(ladder)
-    more = rungs | {"analyses": {"self-similarity": 11}}
-    wanted = open_ladder(more).jobs()
-    kinds = [job.kind for job in wanted if job.name not in ladder.store]
-    assert set(kinds) == {"self-similarity"}  # the runs themselves are in the store
-    finish(open_ladder(more))
-    rows = open_rows(tmp_path / "out" / "rows.jsonl").rows
-    assert len(rows) == 10 + 7 and len({row["run"] for row in rows}) == 10
-
-
-def test_a_plan_shows_what_was_measured_as_it_says_and_goes_back_without_work(rungs, open_ladder, tmp_path):
-    """Other measures of the same runs are neither shown as this plan's nor compared with them."""
-    first, second = rungs, rungs | {"analyses": {"self-similarity": 11}}
-    finish(open_ladder(first))
-    ladder = open_ladder(second)
-    shown = ladder.finished_runs()
-    assert len(shown) == 10 and not ladder.missing_runs and not ladder.left_out
-    assert {"f(S)" in run.values for run in shown} == {False}  # 10 sentences are not 11
-    assert "self-similarity BERT (MTH), seed 1234: not started" in ladder.missing
-    kept = tmp_path / "kept.jsonl"
-    shutil.copy(ladder.rows.path, kept)
-    (tmp_path / "out" / "jobs.jsonl").unlink()
-    alone = open_ladder(second, "--rows", str(kept))
-    assert len(alone.left_out) == 7 and {run.check or run.arm.half for run in alone.finished_runs()} == {"rate", True}
-    assert sum(line.startswith("left out until it is measured") for line in alone.missing) == 7
-    finish(open_ladder(second))
-    for plan in (first, second):
-        ladder = open_ladder(plan)
-        assert not ladder.jobs() and not ladder.left_out
-        assert len([row for row in ladder.rows if ladder.rank(row) == 2]) == 10 == len(ladder.finished_runs())
-
-
-def test_a_job_of_several_runs_brings_back_those_whose_folders_are_gone(rungs, open_ladder, tmp_path):
-    """Throughput times all models together, although some of the runs have rows."""
+    assert not open_ladder(rungs, *words).jobs()
+    (tmp_path / "kept.jsonl").unlink()
+    assert len([job for job in open_ladder(rungs, *words).jobs() if job.kind == "course"]) == 10
+    # throughput times all models together, although some of the runs have rows
     timed = rungs | {"analyses": {"throughput": [16]}, "rungs": [{"budget": {"tokens": 5120}, "seeds": 1}]}
     ladder = open_ladder(timed, "--rows", str(tmp_path / "kept.jsonl"))
     (work,) = ladder.works
@@ -460,6 +347,31 @@ def test_a_job_of_several_runs_brings_back_those_whose_folders_are_gone(rungs, o
     assert {job.name for job in jobs} >= set(jobs[-1].needs)
 
 
+def test_a_plan_shows_what_was_measured_as_it_says_and_goes_back_without_work(rungs, open_ladder, tmp_path):
+    """Other measures of the same runs are neither shown as this plan's nor compared with them."""
+    first, second = rungs, rungs | {"analyses": {"self-similarity": 11}}
+    finish(open_ladder(first))
+    ladder = open_ladder(second)
+    assert {job.kind for job in ladder.jobs() if job.name not in ladder.store} == {"self-similarity"}
+    shown = ladder.finished_runs()
+    assert len(shown) == 10 and not ladder.missing_runs and not ladder.left_out
+    assert {"f(S)" in run.values for run in shown} == {False}  # 10 sentences are not 11
+    assert "self-similarity BERT (MTH), seed 1234: not started" in ladder.missing
+    kept = tmp_path / "kept.jsonl"
+    shutil.copy(ladder.rows.path, kept)
+    (tmp_path / "out" / "jobs.jsonl").unlink()
+    alone = open_ladder(second, "--rows", str(kept))
+    assert len(alone.left_out) == 7 and {run.check or run.arm.half for run in alone.finished_runs()} == {"rate", True}
+    assert sum(line.startswith("left out until it is measured") for line in alone.missing) == 7
+    finish(open_ladder(second))
+    rows = open_rows(tmp_path / "out" / "rows.jsonl").rows
+    assert len(rows) == 10 + 7 and len({row["run"] for row in rows}) == 10  # a new measure's row replaces the old
+    for plan in (first, second):
+        ladder = open_ladder(plan)
+        assert not ladder.jobs() and not ladder.left_out
+        assert len([row for row in ladder.rows if ladder.rank(row) == 2]) == 10 == len(ladder.finished_runs())
+
+
 def test_models_with_batches_of_their_own_share_the_rung_of_a_budget_in_tokens(rungs, open_ladder):
     rungs["models"][1]["flags"] = {"global-batch-size": 12, "micro-batch-size": 4}
     ladder = open_ladder(rungs | {"rungs": [{"budget": {"tokens": 5000}, "seeds": 1}]})
@@ -468,8 +380,16 @@ def test_models_with_batches_of_their_own_share_the_rung_of_a_budget_in_tokens(r
     assert {row["planned_tokens"] for row in ladder.rows} == {5000}
 
 
-def test_a_run_without_all_its_measures_has_no_row(rungs, open_ladder):
-    ladder = open_ladder(rungs)
+def test_a_run_without_all_its_measures_has_no_row_and_one_that_a_check_shares_has_the_rungs(
+    rungs, open_ladder, tmp_path
+):
+    ladder = open_ladder(rungs | {"rungs": [CHECK | {"seeds": [1234]}, LOWEST]})
+    finish_run(ladder.works[0], ladder.works[0].runs[0], 5.0)
+    ladder.record()
+    assert not ladder.rows.rows  # the rung's measures are missing
+    finish(ladder)
+    assert [row["check"] for row in ladder.rows] == [""] * 6
+    ladder = open_ladder(rungs, "--output-dir", str(tmp_path / "other"))
     for work in ladder.works:
         for run in work.runs:
             finish_run(work, run, 5.0)
@@ -477,31 +397,23 @@ def test_a_run_without_all_its_measures_has_no_row(rungs, open_ladder):
     assert {row["check"] or row["half"] for row in ladder.rows} == {"rate", True}  # they have no analysis
 
 
-def test_a_run_that_a_check_shares_with_a_rung_has_one_row_which_is_the_rungs(rungs, open_ladder):
-    ladder = open_ladder(rungs | {"rungs": [CHECK | {"seeds": [1234]}, LOWEST]})
-    shared = ladder.works[0].runs[0]
-    finish_run(ladder.works[0], shared, 5.0)
-    ladder.record()
-    assert not ladder.rows.rows  # the rung's measures are missing
-    finish(ladder)
-    assert [row["check"] for row in ladder.rows] == [""] * 6
-
-
-def test_the_dry_run_prints_every_rung_and_what_is_left(rungs, write, tmp_path, capsys):
-    assert main([str(write(rungs)), "--output-dir", str(tmp_path / "out"), "--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    assert "4 budgets" in printed and "2 models x 1 seed (1234)" in printed and "20,480 tokens each" in printed
-    assert "check, rate: 1 model x 1 seed (1)" in printed and "and half of it" in printed
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_plan_says_once_that_this_cpu_multiplies_slowly_in_bf16(rungs, write, tmp_path, capsys, monkeypatch):
+def test_the_dry_run_prints_every_rung_and_says_once_that_this_cpu_multiplies_slowly_in_bf16(
+    rungs, write, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     in_bf16 = HIGHEST | {"training": rungs["training"] | {"bf16": True}}
-    for plan, count in ((rungs, 0), (rungs | {"rungs": [LOWEST, in_bf16]}, 1)):
+    printed = []
+    for plan in (rungs, rungs | {"rungs": [LOWEST, in_bf16]}):
         assert main([str(write(plan)), "--output-dir", str(tmp_path / "out"), "--dry-run"]) == 0
-        assert capsys.readouterr().out.count("this CPU has no AVX-512") == count
+        printed.append(capsys.readouterr().out)
+    assert [text.count("this CPU has no AVX-512") for text in printed] == [0, 1]
+    for words in (
+        *("4 budgets", "2 models x 1 seed (1234)", "20,480 tokens each", "check, rate: 1 model x 1 seed (1)"),
+        "and half of it",
+    ):
+        assert words in printed[0]
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_missing_runs_are_told_once_of_validation_of_another_kind(
@@ -523,8 +435,62 @@ def test_the_tokens_of_a_curve_are_those_of_metrics_jsonl(tmp_path):
     tokens = {1: 8, 2: 16, 4: 32, 6: 48, 8: 176, 10: 304}
     rows = [{"iteration": step, "consumed_tokens": count, "lm_loss": 5.0} for step, count in tokens.items()]
     rows += [{"iteration": step, "valid_lm_loss": 5.0} for step in (5, 9, 10)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "metrics.jsonl", rows)
     found = Recording(cast(Any, None), cast(Any, SimpleNamespace(folder=tmp_path, steps=10)))
     assert [point[0] for point in found.curves[TRAINING_LOSS]] == list(tokens.values())
     assert [point[0] for point in found.curves[LOSS]] == [40, 240, 304]
     assert [found.tokens_at(step) for step in (0, 3, 7)] == [0, 24, 112] and found.tokens == 304
+
+
+NAME = "course-bert-mth-half-the-budget-1235-"
+CURVES = {TRAINING_LOSS: [[9, 7.0], [500, 6.28571]], LOSS: [[2000, 5.12346]]}
+RUN = RunRow("course-m-1", "m", "rope", "mlm", 1, 2048, {LOSS: 5.123456789}, hardware="Some CPU", curves=CURVES)
+
+
+def test_equal_losses_are_equal_to_the_last_digit_and_what_differs_is_named_with_its_place_and_the_machines():
+    told = "equal to the last digit: 3 of 3 points and the validation loss 5.123456789"
+    at_other_tokens = {name: [[at + 1, loss] for at, loss in points] for name, points in CURVES.items()}
+    assert RUN.check_equal(RUN) == replace(RUN, curves=at_other_tokens).check_equal(RUN) == told
+    untold = {"values": {LOSS: 5.0}, "hardware": "", "versions": {"torch": "1"}}
+    for changes, told in (
+        ({"curves": CURVES | {TRAINING_LOSS: [[9, 7.0], [500, 6.28562]]}}, f"2 of 3 .* 9e-05, {TRAINING_LOSS} at 500 "),
+        ({"curves": CURVES | {LOSS: []}}, "2 of 3 points are; .* the row has nothing; only this machine has nothing;"),
+        ({"curves": CURVES | {LOSS: [*CURVES[LOSS], [2001, 5.0]]}}, "3 of 4 points are; largest difference 0, "),
+        ({"values": {LOSS: 5.123456788}}, "3 of 3 .* 5.123456788 in the row, 5.123456789 here, difference 1e-09; only"),
+        (untold, "untold hardware, torch 1; .* has Some CPU;"),
+    ):
+        refused(f"^not equal: .*{told}", replace(RUN, **changes).check_equal, RUN)
+
+
+def test_one_run_trains_beside_the_first_and_others_are_refused(
+    values, tiny_corpus, write, open_work, write_rows, tmp_path, monkeypatch, capsys
+):
+    values["corpus"] = {"input": [str(tiny_corpus.text_file)], "vocab_file": str(tiny_corpus.vocab_file)}
+    work, trained = open_work(values), []
+    plan = write(values | {"minimal_pairs": {"data_dir": "nowhere"}})
+    run = next(run for run in work.runs if run.job.name.startswith(NAME))
+    finish_run(work, run, 5.123456789)
+    row = make_row(work, run)
+    rows = write_rows([row | {"run": f"{NAME[:-2]}4-0"}, row | {"values": {LOSS: 1.0}}, row])
+
+    def train(runner, jobs):
+        trained.append([job.kind for job in jobs])
+        again = PlanJobs(work.plan, runner.folder, runner.store)
+        for job in jobs[:-1]:
+            record(again, job)
+        finish_run(again, next(run for run in again.runs if run.job == jobs[-1]), 5.123456789)
+
+    def reproduce(name, rows=rows):
+        words = ["--reproduce", name, "--rows", str(rows), "--output-dir", str(tmp_path / "out")]
+        return main([str(plan), *words])
+
+    monkeypatch.setattr(Runner, "run", train)
+    before = rows.read_bytes()
+    assert reproduce(NAME) == 0 and trained == [["dataset", "dataset", "course"]]
+    assert capsys.readouterr().out.endswith(" 3 of 3 points and the validation loss 5.123456789\n")
+    assert len([*tmp_path.glob("out/reproduced/courses/*")]) == 1 and not [*tmp_path.glob("out/**/rows.jsonl")]
+    assert row["hardware"] == "2 cores of Some CPU, 1 thread" and rows.read_bytes() == before
+    wrong_arguments("'course-brt': 0 runs of .* fit; give one of .*4-0, course-bert-mth", reproduce, "course-brt")
+    wrong_arguments("'course': 2 runs of .*rows.jsonl fit; give one of .*4-0, .*1235-", reproduce, "course")
+    wrong_arguments("4-0 is no run of .*plan.yaml; it had another text", reproduce, f"{NAME[:-2]}4-0")
+    wrong_arguments(": 0 runs of .* fit", reproduce, NAME, write_rows([row | {"values": {}}]))

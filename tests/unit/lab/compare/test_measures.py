@@ -16,16 +16,7 @@ from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.glue import TASKS
 from megatron_ddrp.tasks.statistics import GLUE, LOSS, MINIMAL_PAIRS, SPACE, student_interval
 from tests.refusals import refused
-from tests.unit.lab.compare.conftest import (
-    experiment_of,
-    finish_measure,
-    finish_runs,
-    measures_of,
-    read_plan,
-    record,
-    write_page,
-    write_tuning,
-)
+from tests.unit.lab.compare import conftest as plans
 
 PAIRS = {"agreement": ("morphology", 50), "islands": ("syntax", 100), "binding": ("syntax", 50)}
 """Paradigm → field and number of pairs."""
@@ -40,7 +31,7 @@ def with_scores(values, tmp_path):
     for name, (field, number) in PAIRS.items():
         same = {"field": field, "UID": name}
         rows = [{"sentence_good": f"a {i}", "sentence_bad": f"{i} a"} | same for i in range(number)]
-        (pairs / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        plans.write_lines(pairs / f"{name}.jsonl", rows)
     (tmp_path / "glue" / "RTE").mkdir(parents=True)
     (tmp_path / "order.yaml").write_text("{train: train.jsonl, valid: valid.jsonl, kind: classification}")
     for name in ("train", "valid"):
@@ -55,15 +46,12 @@ def work(with_scores, open_work):
     """Return a finished plan in which MTH has 8 and 12 points more of the pairs right, and 4 and 6 more of the rows."""
     work = open_work(with_scores)
     random = np.random.default_rng(3)
-    finish_runs(work)
-    for measure in measures_of(work, "minimal-pairs"):
+    plans.finish_runs(work)
+    for measure in plans.measures_of(work, "minimal-pairs"):
         is_mth, seed = measure.run.model.objective == "mth", work.plan.seeds.index(measure.run.seed)
-        gain = 0.08 + 0.04 * seed
-        shares = {
-            name: 0.5 + 0.02 * seed + is_mth * (gain + own) for name, own in zip(PAIRS, (0.02, 0, -0.02), strict=True)
-        }
-        finish_pairs(work, measure, shares, random)
-    for score in measures_of(work, "glue", "finetune"):
+        gains = [is_mth * (0.08 + 0.04 * seed + own) for own in (0.02, 0, -0.02)]
+        finish_pairs(work, measure, [0.5 + 0.02 * seed + gain for gain in gains], random)
+    for score in plans.measures_of(work, "glue", "finetune"):
         is_own = score.job.kind == "finetune"
         task = Task("order", "accuracy", labels=("in order", "shuffled")) if is_own else TASKS["RTE"]
         gain = (0.04 + 0.02 * work.plan.seeds.index(score.run.seed)) * (score.run.model.objective == "mth")
@@ -75,47 +63,45 @@ def finish_pairs(work, measure, shares, random):
     """The files of tasks.minimal_pairs, in which a share of each paradigm's pairs is right."""
     folder = measure.job.output.parent
     folder.mkdir(parents=True)
-    paradigms, lines = {}, []
-    for name, share in shares.items():
-        number = PAIRS[name][1]
+    paradigms, lines, fields = {}, [], {}
+    for (name, (field, number)), share in zip(PAIRS.items(), shares, strict=True):
         right = random.permutation(number) < round(share * number)
         paradigms[name] = {"accuracy": right.mean(), "pairs": number}
+        fields.setdefault(field, []).append(right.mean())
         line = {"encoder": "e", "seed": None, "paradigm": name, "data": "d", "score": "pll", "load": "iter", "rows": 1}
         line |= {"seconds": 1.0, "identical": 0, "pieces_good": [2] * number, "pieces_bad": [2] * number}
         lines.append(line | {"good": [-1.0] * number, "bad": [-1.0 - 1.0 * r for r in right.tolist()]})
-    fields: dict[str, list[float]] = {}
-    for name, found in paradigms.items():
-        fields.setdefault(PAIRS[name][0], []).append(found["accuracy"])
     average = np.mean([found["accuracy"] for found in paradigms.values()])
     encoder = {"load": "iter", "macro_average": average, "standard_error": 0.01, "paradigms": paradigms}
     encoder["fields"] = {name: np.mean(values) for name, values in fields.items()}
+    plans.write_lines(folder / "scores.jsonl", lines)
     measure.job.output.write_text(json.dumps({"encoders": [encoder], "differences": []}))
-    (folder / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    record(work, measure.job)
+    plans.record(work, measure.job)
 
 
 def finish_sweep(work, job, task, share, random):
     """Two fine-tuning seeds on a task, and their predictions."""
     labels = np.arange(ROWS) % 2
     facts = {"task": task.name, "facts": task.facts, "metric": "accuracy", "dev_examples": ROWS, "score": share}
-    write_tuning(job, [facts | {"seed": seed} for seed in (1, 2)])
+    plans.write_tuning(job, [facts | {"seed": seed} for seed in (1, 2)])
     for line in (job.output.parent / "runs.jsonl").read_text().splitlines():
         predictions = np.where(random.permutation(ROWS) < round(share * ROWS), labels, 1 - labels)
         scored = {"dev": (labels.astype(float), predictions.astype(float))}
         name = TuningRun.of_row(json.loads(line)).name
         write_predictions(job.output.parent / "predictions" / f"{name}.tsv", task, scored)
-    record(work, job)
+    plans.record(work, job)
 
 
 def gain_of(work, measure):
-    """The gain of MTH over masked LM by a measure."""
-    results = ExperimentValues(experiment_of(work).finished_runs())
+    results = ExperimentValues(plans.experiment_of(work).finished_runs())
     mlm, mth = (model.arm() for model in work.plan.models)
     (gain,) = gains(results, [Claim("", measure, mth, mlm)])
     return gain
 
 
-def test_every_measure_has_its_gain_and_both_intervals(work):
+def test_every_measure_has_its_gain_both_intervals_tables_and_figures_and_another_model_may_be_the_baseline(
+    work, with_scores, open_work
+):
     for measure, difference in ((LOSS, 0.0), (MINIMAL_PAIRS, 0.1), ("order", 0.05), (GLUE, 0.05)):
         gain = gain_of(work, measure)
         assert gain.seeds.mean == pytest.approx(difference)
@@ -124,40 +110,15 @@ def test_every_measure_has_its_gain_and_both_intervals(work):
     low, high = gain.items
     assert low < 0.05 < high  # two models that are right on different rows: √(2 · 0.24 / 200) ≈ 0.05, four runs
     assert 1.5 * 0.024 < (high - low) / 2 < 2.5 * 0.035
-
-
-def test_missing_predictions_leave_the_interval_over_items_out(work):
-    next((measures_of(work, "glue")[-1].job.output.parent / "predictions").iterdir()).unlink()
-    gain = gain_of(work, GLUE)
-    assert gain.items is None and gain.seeds.mean == pytest.approx(0.05)
-
-
-def test_intervals_over_paradigms_and_pairs_are_those_of_minimal_pairs(work):
     row = make_row(work, work.runs[0])
     assert row["pairs"] == as_run(row).pairs == {name: number for name, (_, number) in PAIRS.items()}
-    pairs = measures_of(work, "minimal-pairs")
-    ours = [json.loads(m.job.output.read_text())["encoders"][0]["paradigms"] for m in pairs]
-    mlm, mth = ([found for m, found in zip(pairs, ours, strict=True) if m.run.model.objective == name]
-                for name in ("mlm", "mth"))  # fmt: skip
-    both = list(zip(mlm, mth, strict=True))
-    means = [np.mean([b[name]["accuracy"] - a[name]["accuracy"] for a, b in both]) for name in sorted(PAIRS)]
-    assert gain_of(work, MINIMAL_PAIRS).items == pytest.approx(student_interval(means))
-
-
-def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_refused(work):
-    before = gain_of(work, GLUE).items
-    for score in measures_of(work, "glue"):
-        shutil.rmtree(score.job.output.parent)
-    assert before and gain_of(work, GLUE).items == before
-    for path in (work.folder / "items").iterdir():
-        path.write_bytes(b"PK")
-    refused(r"items/.*\.npz: damaged", gain_of, work, GLUE)
-    shutil.rmtree(work.folder / "items")
-    assert gain_of(work, GLUE).items is None
-
-
-def test_page_and_results_hold_the_tables_and_figures(work):
-    text = write_page(work)
+    accuracies = {"mlm": [], "mth": []}
+    for measure in plans.measures_of(work, "minimal-pairs"):
+        found = json.loads(measure.job.output.read_text())["encoders"][0]["paradigms"]
+        accuracies[measure.run.model.objective].append([found[name]["accuracy"] for name in sorted(PAIRS)])
+    means = np.mean(np.subtract(accuracies["mth"], accuracies["mlm"]), axis=0)
+    assert gain_of(work, MINIMAL_PAIRS).items == pytest.approx(student_interval(means.tolist()))
+    text = plans.write_page(work)
     (row,) = [line for line in text.splitlines() if line.startswith("| MTH is better than MLM") and "+10.00" in line]
     assert row.count(" to ") == 2 and "| 2 | exploratory |" in row
     assert "](figures/claims-minimal-pairs.png)" in text and "](figures/minimal-pairs.png)" in text
@@ -169,104 +130,100 @@ def test_page_and_results_hold_the_tables_and_figures(work):
     tex = (work.folder / "tables" / "claims-minimal-pairs.tex").read_text()
     assert "MTH is better than MLM with BERT" in tex and r"\begin{tabular}" in tex
     assert (work.folder / "tables" / "scores.csv").is_file()
-
-
-def test_fields_are_means_over_the_seeds_and_another_model_may_be_the_baseline(work, with_scores, open_work):
+    (work.folder / "rows.jsonl").unlink()  # rows keep their baseline
     other = open_work(with_scores | {"baseline": "BERT (MTH)"})
-    runs = experiment_of(other).finished_runs()
+    runs = plans.experiment_of(other).finished_runs()
     (gain,) = Page(runs, other.folder).gains["models-minimal-pairs"]
     assert gain.text == "BERT (MLM) over BERT (MTH)" and gain.seeds.mean == pytest.approx(-0.1)
-    found = by_phenomenon([run for run in runs if run.arm.objective == "mlm"])
+    found = by_phenomenon([run for run in runs if run.arm.objective == "mlm"])  # means over the seeds
     assert found == pytest.approx({"all": 0.51, "morphology": 0.51, "syntax": 0.51}, abs=0.01)
+
+
+def test_missing_predictions_leave_the_interval_over_items_out(work):
+    next((plans.measures_of(work, "glue")[-1].job.output.parent / "predictions").iterdir()).unlink()
+    gain = gain_of(work, GLUE)
+    assert gain.items is None and gain.seeds.mean == pytest.approx(0.05)
+
+
+def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_refused(work):
+    before = gain_of(work, GLUE).items
+    for score in plans.measures_of(work, "glue"):
+        shutil.rmtree(score.job.output.parent)
+    assert before and gain_of(work, GLUE).items == before
+    for path in (work.folder / "items").iterdir():
+        path.write_bytes(b"PK")
+    refused(r"items/.*\.npz: damaged", gain_of, work, GLUE)
+    shutil.rmtree(work.folder / "items")
+    assert gain_of(work, GLUE).items is None
 
 
 def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(values, with_scores, open_work):
     work = open_work(with_scores | {"half_budget": ["BERT (MTH)"]})
-    assert [measure.run for measure in measures_of(work, "minimal-pairs")] == work.runs and len(work.runs) == 6
-    command = " ".join(measures_of(work, "minimal-pairs")[0].job.command)
+    pairs, tuned = plans.measures_of(work, "minimal-pairs"), plans.measures_of(work, "finetune")
+    assert [m.run for m in pairs] == [m.run for m in tuned] == work.runs and len(work.runs) == 6
+    command = " ".join(pairs[0].job.command)
     assert f"--load {work.runs[0].folder / 'iter_0000040'} " in command and command.endswith(" --score pll")
-    assert [measure.run for measure in measures_of(work, "finetune")] == work.runs
-    command = " ".join(measures_of(work, "finetune")[0].job.command)
+    command = " ".join(tuned[0].job.command)
     assert "order.yaml --no-keep-models --load " in command and command.endswith(" --grid quick --epochs 2 3 --seeds 2")
-    assert [measures_of(work, kind)[0].job.work for kind in ("finetune", "minimal-pairs")] == [10, 200]
-    names = {job.name for job in experiment_of(work).jobs()}
+    assert (tuned[0].job.work, pairs[0].job.work) == (10, 200)
+    names = {job.name for job in plans.experiment_of(work).jobs()}
     del with_scores["minimal_pairs"], with_scores["tasks"]
-    assert {job.name for job in experiment_of(open_work(with_scores)).jobs()} < names
+    assert {job.name for job in plans.experiment_of(open_work(with_scores)).jobs()} < names
 
 
 def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path):
-    before = {measure.job.name for measure in measures_of(open_work(with_scores), "finetune")}
+    before = {measure.job.name for measure in plans.measures_of(open_work(with_scores), "finetune")}
     (tmp_path / "valid.jsonl").write_text('{"text": "b a", "label": "shuffled"}\n')
-    assert not before & {measure.job.name for measure in measures_of(open_work(with_scores), "finetune")}
+    assert not before & {measure.job.name for measure in plans.measures_of(open_work(with_scores), "finetune")}
     (tmp_path / "valid.jsonl").unlink()
     refused(r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks", open_work, with_scores)
 
 
 def test_the_command_line_brings_minimal_pairs_into_a_plan_or_leaves_them_out(values, write, tmp_path):
-    words = ["plan.yaml", "--output-dir", str(tmp_path)]
-    plan = read_plan(write(values), parse_arguments([*words, "--minimal-pairs-dir", "blimp"]).given)
-    assert plan.minimal_pairs.data_dir == "blimp"
+    def read(file, *words):
+        return plans.read_plan(file, parse_arguments(["plan.yaml", "--output-dir", str(tmp_path), *words]).given)
+
+    assert read(write(values), "--minimal-pairs-dir", "blimp").minimal_pairs.data_dir == "blimp"
     file = write(values | {"minimal-pairs": {"data_dir": "d"}, "tasks": [{"file": "no/such.yaml"}]})
-    plan = read_plan(file, parse_arguments([*words, "--no-minimal-pairs", "--no-tasks"]).given)
+    plan = read(file, "--no-minimal-pairs", "--no-tasks")
     assert plan.minimal_pairs is None and plan.tasks == ()
-    given = parse_arguments([*words, "--minimal-pairs-dir", "e", "--no-tasks"]).given
-    assert read_plan(file, given).minimal_pairs.data_dir == "e"
+    assert read(file, "--minimal-pairs-dir", "e", "--no-tasks").minimal_pairs.data_dir == "e"
 
 
-@pytest.fixture
-def looks(values, open_work):
-    """A finished plan of two seeds with analyses of space and throughput, which are not."""
-    values["analyses"] = {"space": 10, "throughput": [16, 32]}
-    values["seeds"] = 2
-    work = open_work(values)
-    finish_runs(work)
-    return work
-
-
-def finish_space(work):
-    for measure in measures_of(work, "space"):
+def test_space_looks_into_every_run_of_the_full_budget_and_one_job_times_all_models_of_the_first_seed(
+    values, open_work
+):
+    """The page has a table of each once their jobs are done."""
+    work = open_work(values | {"analyses": {"space": 10, "throughput": [16, 32]}, "seeds": 2})
+    plans.finish_runs(work)
+    text = plans.write_page(work)
+    assert "row length" not in text and "Inside the models" not in text
+    full = [run for run in work.runs if not run.half]
+    spaces = plans.measures_of(work, "space")
+    assert [measure.run for measure in spaces] == full
+    command = spaces[0].job.command
+    assert command[:5] == ("megatron-ddrp", "analyze", "space", "--load", str(full[0].folder))
+    assert command[command.index("--sentences") + 1] == "10"
+    [timer] = plans.measures_of(work, "throughput")
+    timed = [run for run in full if run.seed == work.plan.seeds[0]]
+    command = timer.job.command
+    assert timer.job.needs == tuple(run.job.name for run in timed) and len(timed) == 2
+    assert command[4 : command.index("--lengths")] == tuple(str(run.folder) for run in timed)
+    assert command[command.index("--lengths") + 1 : command.index("--output")] == ("16", "32")
+    order = [job.name for job in plans.experiment_of(work).jobs()]
+    assert all(order.index(timer.job.name) > order.index(name) for name in timer.job.needs)
+    for measure in spaces:
         layer = dict.fromkeys(SPACE.values(), work.plan.seeds.index(measure.run.seed) / 10) | {"isoscore": None}
         rows = [{"iteration": step, "layers": [{}, layer]} for step in measure.run.checkpoints]
-        finish_measure(work, measure, {"checkpoints": [*rows, {"iteration": 999, "layers": [{}]}]})
-
-
-def finish_throughput(work):
-    [measure] = measures_of(work, "throughput")
-    timed = [run for run in work.runs if run.job.name in measure.job.needs]
+        plans.finish_measure(work, measure, {"checkpoints": [*rows, {"iteration": 999, "layers": [{}]}]})
     encoders = []
     for number, run in enumerate(timed, 1):
         row = {"rows": 4, "tokens_per_second": 1000.0 * number, "lower_quartile": 900.0, "upper_quartile": 4100.0}
         lengths = [row | {"length": 16, "memory_bytes": 1000 * number * 2**20}]
         lengths += [row | {"length": 32, "memory_bytes": None}] * (number == 1)
         encoders.append({"checkpoint": str(run.folder / "iter_0000040"), "lengths": lengths})
-    finish_measure(work, measure, {"encoders": encoders})
-
-
-def test_space_looks_into_every_run_of_the_full_budget(looks):
-    full = [run for run in looks.runs if not run.half]
-    assert [measure.run for measure in measures_of(looks, "space")] == full
-    command = measures_of(looks, "space")[0].job.command
-    assert command[:5] == ("megatron-ddrp", "analyze", "space", "--load", str(full[0].folder))
-    assert command[command.index("--sentences") + 1] == "10"
-
-
-def test_one_job_times_all_models_of_the_first_seed_beside_each_other(looks):
-    [measure] = measures_of(looks, "throughput")
-    timed = [run for run in looks.runs if run.seed == looks.plan.seeds[0] and not run.half]
-    command = measure.job.command
-    assert measure.job.needs == tuple(run.job.name for run in timed) and len(timed) == 2
-    assert command[4 : command.index("--lengths")] == tuple(str(run.folder) for run in timed)
-    assert command[command.index("--lengths") + 1 : command.index("--output")] == ("16", "32")
-    order = [job.name for job in experiment_of(looks).jobs()]
-    assert all(order.index(measure.job.name) > order.index(name) for name in measure.job.needs)
-
-
-def test_the_page_has_a_table_of_each_once_their_jobs_are_done(looks):
-    text = write_page(looks)
-    assert "row length" not in text and "Inside the models" not in text
-    finish_space(looks)
-    finish_throughput(looks)
-    text = write_page(looks)
+    plans.finish_measure(work, timer, {"encoders": encoders})
+    text = plans.write_page(work)
     assert "| BERT (MLM) | 0.0500 ± 0.0707 | 0.0500 ± 0.0707 | 0.1 ± 0.1 |" in text
     assert "| model | row length | tokens/s | quartiles | MiB |" in text
     assert "| BERT (MLM) | 16 | 1,000 | 900 to 4,100 | 1,000 |\n| BERT (MLM) | 32 | 1,000 | 900 to 4,100 |  |" in text

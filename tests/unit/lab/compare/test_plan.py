@@ -1,16 +1,15 @@
 """Plans: every mistake is one line with file, key and what is allowed; what is decided is decided once."""
 
+import copy
 import re
 from pathlib import Path
-
-import pytest
 
 from megatron_ddrp.arguments import parse_arguments as parse_pretraining
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.lab.compare.command import parse_arguments
 from megatron_ddrp.lab.compare.plan import read_plans
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 from tests.unit.lab.compare.conftest import read_plan
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -18,19 +17,11 @@ SCALES = ("cpu-hours", "gpu-30min", "paper")
 READY = sorted((ROOT / "examples" / "compare").glob("*.yaml"))
 
 
-def changed(values, path, value):
-    """The plan with one value replaced, or taken out by None."""
-    *outer, last = path.split(".")
-    inner = values
-    for key in outer:
-        inner = inner[key] if not key.isdecimal() else inner[int(key)]
-    inner[last] = value
-    return values
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "expected"),
-    [
+def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed_before_anything_runs(
+    values, write, open_work, tmp_path
+):
+    both = {"data_path": ["a"], "vocab_file": "v", "other": ["b"], "other_data_path": ["c"]}
+    for path, value, expected in (
         ("modles", [], "unknown setting 'modles'; did you mean models?"),
         ("models", [], "models: got [], expected at least one value"),
         ("models", "BERT", "models[1]: expected settings such as `name: …`, got a str"),
@@ -50,11 +41,7 @@ def changed(values, path, value):
         ("corpus.input", ["a.txt"], "corpus: expected either input (texts) or data_path"),
         ("corpus.vocab_file", None, "corpus: vocab_file is missing"),
         ("corpus.shuffle", True, "corpus: shuffle needs input (texts); shuffle datasets by megatron-ddrp dataset shuf"),
-        (
-            "corpus",
-            {"data_path": ["a"], "vocab_file": "v", "other": ["b"], "other_data_path": ["c"]},
-            "corpus: expected other (texts) or other_data_path (prefixes of indexed datasets), not both",
-        ),
+        ("corpus", both, "corpus: expected other (texts) or other_data_path (prefixes of indexed datasets), not both"),
         ("corpus.tokenizer_type", "BPE", "corpus.tokenizer_type: got 'BPE', expected one of BertWordPieceLowerCase"),
         ("model", {"num-layer": 2}, "model: unknown setting 'num-layer'; did you mean num-layers?"),
         ("model", {"num-layers": 0}, "model.num-layers: got 0: it must lie in"),
@@ -79,33 +66,38 @@ def changed(values, path, value):
         ("tasks", [{"file": "a.yaml", "epoch": 1}], "tasks[1]: unknown setting 'epoch'; did you mean epochs?"),
         ("tasks", [{"file": "no/such.yaml"}], "tasks[1]: no/such.yaml: no such file; expected YAML with keys such as"),
         ("baseline", "GPT", "baseline: got 'GPT', expected one of BERT (MLM), BERT (MTH)"),
-    ],
-)
-def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed(values, write, path, value, expected):
-    file = write(changed(values, path, value))
-    assert refused("^" + re.escape(f"{file}: {expected}"), read_plan, file).exit_code == 2
-
-
-def test_several_workers_and_a_launcher_of_ranks_exclude_each_other(values, write):
+    ):
+        *outer, last = path.split(".")
+        wrong = inner = copy.deepcopy(values)
+        for key in outer:
+            inner = inner[int(key) if key.isdecimal() else key]
+        inner[last] = value
+        file = write(wrong)
+        wrong_arguments("^" + re.escape(f"{file}: {expected}"), read_plan, file)
     file = write(values | {"workers": 2, "launcher": "deepspeed --num_gpus 2"})
     refused("workers: 2 with a launcher that starts several ranks: expected 1", read_plan, file)
-
-
-@pytest.mark.parametrize(
-    ("section", "flags", "expected"),
-    [
+    no_file = "No such file or directory; give --"
+    of_texts = {"input": ["no.jsonl"], "data_path": [], "vocab_file": None, "vocab_size": 500}
+    no_pairs = r"plan\.yaml: minimal_pairs: .*no such folder; expected a folder of \.jsonl files.*--no-minimal-pairs"
+    for section, flags, expected in (
         ("model", {"hidden-size": 15}, r"plan\.yaml: BERT \(MLM\): .*--hidden-size"),
         ("training", {"bf16": True, "fp16": True}, r"plan\.yaml: BERT \(MLM\): .*--bf16 and --fp16"),
-        ("corpus", {"input": ["no.jsonl"], "data_path": [], "vocab_file": None, "vocab_size": 500},
-         r"corpus\.input: .*no\.jsonl: No such file or directory; give --input"),
-        ("corpus", {"other": ["no.jsonl"]}, r"corpus\.other: no\.jsonl: No such file or directory; give --other FILE"),
+        ("corpus", of_texts, rf"corpus\.input: .*no\.jsonl: {no_file}input"),
+        ("corpus", {"other": ["no.jsonl"]}, rf"corpus\.other: no\.jsonl: {no_file}other FILE"),
         ("corpus", {"other_data_path": ["no"]}, r"corpus\.other_data_path: no\.bin: No such file.*--other-data-path"),
-        ("minimal_pairs", {"data_dir": "nowhere"}, r"plan\.yaml: minimal_pairs: .*no such folder; expected a folder of "
-         r"\.jsonl files.*--no-minimal-pairs"),
-    ],
-)  # fmt: skip
-def test_what_a_job_would_refuse_is_refused_before_anything_runs(values, open_work, section, flags, expected):
-    assert refused(expected, open_work, values | {section: values.get(section, {}) | flags}).exit_code == 2
+        ("minimal_pairs", {"data_dir": "nowhere"}, no_pairs),
+    ):
+        wrong_arguments(expected, open_work, values | {section: values.get(section, {}) | flags})
+    path = tmp_path / "plan.yaml"
+    for text, reason in (
+        ("[" * 5000, "nested too deeply"),
+        ("seeds: " + "[" * 200 + "]" * 200, "plan.yaml: seeds: got [[[...]]], expected a whole number"),
+        ("models: 2020-99-99", "plan.yaml: models[1]: expected settings such as `name: …`, got a str"),
+        ("models: " + "1" * 5000, "a number of 5,000 digits, expected at most 308"),
+        (f"models: [{bomb(12)}]", "models[1]: expected settings such as `name: …`, got a list"),
+    ):
+        path.write_text(text)
+        assert len(str(wrong_arguments(re.escape(reason), read_plan, path))) < 1000
 
 
 def test_a_shuffled_corpus_is_another_one_made_from_the_same_texts(values, open_work, tiny_corpus):
@@ -146,73 +138,16 @@ def test_every_run_is_evaluated_on_the_other_text_whose_content_is_in_its_name(v
     assert [run.config.data.other_data_path for run in work.runs] == [tuple(datasets)] * len(names) and names != alone
 
 
-def test_a_lone_number_is_a_prefix_as_in_pre_training(values, open_work, tiny_corpus, tmp_path, monkeypatch):
+def test_a_run_keeps_its_name_when_the_plan_grows_and_a_lone_number_is_a_prefix_as_in_pre_training(
+    values, open_work, tiny_corpus, tmp_path, monkeypatch
+):
     key = open_work(values).corpus.key
     for end in (".bin", ".idx"):
         (tmp_path / f"2024{end}").write_bytes(Path(f"{tiny_corpus.prefix}{end}").read_bytes())
     monkeypatch.chdir(tmp_path)
-    values["corpus"]["data_path"] = ["2024"]
-    work = open_work(values)
+    work = open_work(values | {"corpus": values["corpus"] | {"data_path": ["2024"]}})
     assert work.corpus.key == key  # of the same bytes
     assert all(" --data-path 2024 --sentences" in " ".join(measure.job.command) for measure in work.measures)
-
-
-def test_the_command_line_replaces_values(values, write, tmp_path):
-    text = tmp_path / "a.jsonl"
-    words = ["plan.yaml", "--output-dir", str(tmp_path), "--input", str(text), "--workers", "3", "--other", "b"]
-    plan = read_plan(write(values), parse_arguments(words).given)
-    assert plan.corpus.other == ("b",) and plan.corpus.shuffle
-    assert plan.corpus.input == (str(text),) and plan.corpus.data_path == () and plan.workers == 3
-    of_texts = values | {"corpus": {"input": [str(text)], "vocab_size": 500, "shuffle": True}}
-    words = ["plan.yaml", "--output-dir", str(tmp_path), "--data-path", "made", "--vocab-file", "vocab.txt"]
-    corpus = read_plan(write(of_texts), parse_arguments([*words, "--other-data-path", "b"]).given).corpus
-    assert corpus.other_data_path == ("b",)
-    assert corpus.data_path == ("made",) and not (corpus.input or corpus.vocab_size or corpus.shuffle)
-
-
-def test_a_models_warm_up_in_steps_replaces_the_plans_share(values, open_work):
-    values["training"]["lr-warmup-fraction"] = 0.1
-    values["models"][1]["flags"] = {"lr-warmup-iters": 3}
-    first, second = (run.job.command for run in open_work(values).runs[:2])
-    assert "--lr-warmup-fraction" in first and "--lr-warmup-fraction" not in second
-    assert parse_pretraining(second[2:]).config.optimizer.lr_warmup_iters == 3
-
-
-def test_flags_are_typed_and_null_is_the_default(values, open_work):
-    values["training"] |= {"lr": "1e-3", "bf16": False, "clip-grad": None, "weight_decay": 0.1}
-    values["model"]["ffn-hidden-size"] = None
-    (first, *_) = open_work(values).runs
-    words = " ".join(first.job.command)
-    assert " --lr 0.001 " in words and " --no-bf16 " in words and " --weight-decay 0.1 " in words
-    assert "--ffn-hidden-size" not in words and "--clip-grad" not in words and first.config.model.ffn_size == 64
-
-
-def test_half_of_the_budget_has_half_the_steps_and_one_seed_one_data_order_over_the_models(values, open_work):
-    runs = open_work(values).runs
-    assert [r.steps for r in runs if r.half] == [20] * 3 and {r.steps for r in runs if not r.half} == {40}
-    assert {r.model.name for r in runs if r.half} == {"BERT (MTH)"}
-    for run in runs:
-        assert run.config.training.seed == run.seed
-        assert run.config.data == runs[0].config.data
-
-
-@pytest.mark.parametrize(
-    ("budget", "training", "flags", "steps"),
-    [
-        ({"steps": 40}, {}, {}, 40),
-        ({"tokens": 12_800}, {}, {}, 100),  # a step holds 4 x 32 tokens
-        ({"tokens": 12_800}, {"seq-length-phases": ["16:0.5"]}, {}, 133),  # 4 x 24 tokens on average
-        ({"tokens": 12_800}, {}, {"attention-init": "offsets"}, 100),  # refused with the default encoding
-    ],
-)
-def test_budgets_become_steps(values, open_work, budget, training, flags, steps):
-    values["budget"], values["models"][0]["flags"] = budget, flags
-    values["training"] |= training
-    assert values["models"][0]["encoding"] == "absolute"
-    assert set(open_work(values).steps.values()) == {steps}
-
-
-def test_a_run_keeps_its_name_when_the_plan_grows(values, open_work):
     before = {run.job.name for run in open_work(values).runs}
     values["models"].append({"name": "DDRP (MTH)", "encoding": "ddrp", "objective": "mth"})
     values |= {"seeds": 4, "analyses": {"triangle": 5}, "workers": 2}
@@ -222,71 +157,86 @@ def test_a_run_keeps_its_name_when_the_plan_grows(values, open_work):
     assert not before & {run.job.name for run in open_work(values).runs}
 
 
-@pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
-def test_a_ready_plan_is_a_plan(file):
-    plans = read_plans(file)
-    plan = plans[0]
-    assert len(plan.seeds) >= 3 or len(plans) > 1 or file.stem == "recipe-rates"  # a search, judged by another plan
-    if file.stem in SCALES:  # the paper's comparison, whole
-        assert plan.half_budget and plan.glue and plan.analyses.self_similarity
-    head = file.read_text(encoding="utf-8").split("models:")[0]
-    assert all(f"#   {word}" in head for word in ("hardware", "time", "result"))
+def test_the_command_line_replaces_values(values, write, tmp_path):
+    def read(changes, *words):
+        options = parse_arguments(["plan.yaml", "--output-dir", str(tmp_path), *words])
+        return read_plan(write(values | changes), options.given)
+
+    plan = read({}, "--input", "a.jsonl", "--workers", "3", "--other", "b")
+    assert plan.corpus.other == ("b",) and plan.corpus.shuffle
+    assert plan.corpus.input == ("a.jsonl",) and plan.corpus.data_path == () and plan.workers == 3
+    of_texts = {"corpus": {"input": ["a.jsonl"], "vocab_size": 500, "shuffle": True}}
+    words = ("--data-path", "made", "--vocab-file", "vocab.txt", "--other-data-path", "b")
+    corpus = read(of_texts, *words).corpus
+    assert (corpus.other_data_path, corpus.data_path) == (("b",), ("made",))
+    assert not (corpus.input or corpus.vocab_size or corpus.shuffle)
+    for changes in ({}, {"glue": {"data_dir": "nowhere", "tasks": ["RTE"]}}):
+        assert read(changes, "--no-glue").glue is None
 
 
-def test_the_ready_plans_are_the_paper_at_three_scales_and_every_encoding_in_two_backbones():
-    plans = {file.stem: read_plans(file)[0] for file in READY if file.stem not in ("ladder", "fast", "novels")}
+def test_flags_are_typed_null_is_the_default_and_a_models_warm_up_in_steps_replaces_the_plans_share(values, open_work):
+    values["training"] |= {"lr": "1e-3", "bf16": False, "clip-grad": None, "weight_decay": 0.1}
+    values["training"]["lr-warmup-fraction"] = 0.1
+    values["model"]["ffn-hidden-size"] = None
+    values["models"][1]["flags"] = {"lr-warmup-iters": 3}
+    first, second = open_work(values).runs[:2]
+    words = " ".join(first.job.command)
+    assert " --lr 0.001 " in words and " --no-bf16 " in words and " --weight-decay 0.1 " in words
+    assert "--ffn-hidden-size" not in words and "--clip-grad" not in words and first.config.model.ffn_size == 64
+    assert "--lr-warmup-fraction" in words and "--lr-warmup-fraction" not in second.job.command
+    assert parse_pretraining(second.job.command[2:]).config.optimizer.lr_warmup_iters == 3
+
+
+def test_budgets_become_steps_half_of_one_half_the_steps_and_one_seed_one_data_order_over_the_models(values, open_work):
+    runs = open_work(values).runs
+    assert [r.steps for r in runs if r.half] == [20] * 3 and {r.steps for r in runs if not r.half} == {40}
+    assert {r.model.name for r in runs if r.half} == {"BERT (MTH)"}
+    for run in runs:
+        assert run.config.training.seed == run.seed
+        assert run.config.data == runs[0].config.data
+    for budget, training, flags, steps in (
+        ({"steps": 40}, {}, {}, 40),
+        ({"tokens": 12_800}, {}, {}, 100),  # a step holds 4 x 32 tokens
+        ({"tokens": 12_800}, {"seq-length-phases": ["16:0.5"]}, {}, 133),  # 4 x 24 tokens on average
+        ({"tokens": 12_800}, {}, {"attention-init": "offsets"}, 100),  # refused with the default encoding
+    ):
+        first, second = values["models"]
+        assert first["encoding"] == "absolute"
+        own = {"models": [first | {"flags": flags}, second], "training": values["training"] | training}
+        assert set(open_work(values | own | {"budget": budget}).steps.values()) == {steps}
+
+
+def test_the_ready_plans_are_the_paper_at_three_scales_every_encoding_in_two_backbones_and_a_ladder_of_three_budgets():
+    read = {file.stem: read_plans(file) for file in READY}
+    for file in READY:
+        plan, *others = read[file.stem]
+        assert len(plan.seeds) >= 3 or others or file.stem == "recipe-rates"  # a search, judged by another plan
+        if file.stem in SCALES:  # the paper's comparison, whole
+            assert plan.half_budget and plan.glue and plan.analyses.self_similarity
+        head = file.read_text(encoding="utf-8").split("models:")[0]
+        assert all(f"#   {word}" in head for word in ("hardware", "time", "result")), file
+    plans = {name: found[0] for name, found in read.items() if name not in ("ladder", "fast", "novels")}
     assert set(plans) == {*SCALES, "backbones", "depth", "measures", "plateau", "recipe-rates"}
     assert plans["measures"].minimal_pairs and plans["measures"].glue and len(plans["measures"].seeds) == 5
     backbones = plans["backbones"].models
     assert [model.encoding for model in backbones] == [*ENCODINGS, *ENCODINGS]
     assert not any(model.flags for model in backbones[:12]) and len({model.flags for model in backbones[12:]}) == 1
-    kinds = {(m.encoding, m.objective) for m in plans["gpu-30min"].models}
-    assert len(kinds) == 12
-    _, grid = read_plans(next(file for file in READY if file.stem == "paper"))
+    assert len({(model.encoding, model.objective) for model in plans["gpu-30min"].models}) == 12
+    _, grid = read["paper"]
     weights = {(1.0, 0.01)} | {tuple(float(value) for _, value in model.flags) for model in grid.models}
     assert weights == {(tcd, hcd) for tcd in (0.01, 0.1, 1) for hcd in (0.01, 0.1, 1)} and len(grid.seeds) == 1
-
-
-def test_the_ladder_has_three_budgets_and_every_measure_of_every_run():
-    (file,) = [file for file in READY if file.stem == "ladder"]
-    rungs = [plan for plan in read_plans(file) if not plan.check]
     seeds = {budget: set() for budget in (2**22, 2**24, 2**26)}
-    for plan in rungs:
-        seeds[plan.budget.tokens] |= {(model.name, seed) for model in plan.models for seed in plan.seeds}
-        assert plan.glue and plan.minimal_pairs and all((plan.analyses.space, plan.analyses.direction))
+    for plan in read_plans(ROOT / "examples" / "compare" / "ladder.yaml"):
+        if not plan.check:
+            seeds[plan.budget.tokens] |= {(model.name, seed) for model in plan.models for seed in plan.seeds}
+            assert plan.glue and plan.minimal_pairs and all((plan.analyses.space, plan.analyses.direction))
     counts = [{sum(model == name for model, _ in of_rung) for name, _ in of_rung} for of_rung in seeds.values()]
     assert counts == [{4, 8, 10}, {2, 3}, {2}] and len({model for model, _ in seeds[2**22]}) == 22
-
-
-@pytest.mark.parametrize("with_glue", [True, False])
-def test_no_glue_leaves_glue_out_whether_the_plan_has_it_or_not(values, write, tmp_path, with_glue):
-    if with_glue:
-        values["glue"] = {"data_dir": "nowhere", "tasks": ["RTE"]}
-    given = parse_arguments(["plan.yaml", "--output-dir", str(tmp_path), "--no-glue"]).given
-    assert read_plan(write(values), given).glue is None
 
 
 def bomb(depth):
     """Some lines of YAML for a list of 10^depth entries."""
     return f"&a{depth} [{bomb(depth - 1)}{f', *a{depth - 1}' * 9}]" if depth else "&a0 [x]"
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("[" * 5000, "nested too deeply"),
-        ("seeds: " + "[" * 200 + "]" * 200, "plan.yaml: seeds: got [[[...]]], expected a whole number"),
-        ("models: 2020-99-99", "plan.yaml: models[1]: expected settings such as `name: …`, got a str"),
-        ("models: " + "1" * 5000, "a number of 5,000 digits, expected at most 308"),
-        (f"models: [{bomb(12)}]", "models[1]: expected settings such as `name: …`, got a list"),
-    ],
-    ids=["deep", "less deep", "no date", "long number", "aliases"],
-)
-def test_strange_yaml_is_one_short_line(tmp_path, text, reason):
-    path = tmp_path / "plan.yaml"
-    path.write_text(text)
-    error = refused(re.escape(reason), read_plan, path)
-    assert len(str(error)) < 1000 and error.exit_code == 2
 
 
 PLUGIN = """

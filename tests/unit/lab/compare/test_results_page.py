@@ -76,11 +76,8 @@ def differences(results, gain):
     """Return the gain at each common seed."""
     first, second = results.at(gain.budget, gain.first), results.at(gain.budget, gain.second)
     pairs = [(first[seed], second[seed]) for seed in first if seed in second]
-    values = [
-        value_of(one, gain.measure) - value_of(other, gain.measure)
-        for one, other in pairs
-        if compares(gain.measure, one, other)
-    ]
+    pairs = [pair for pair in pairs if compares(gain.measure, *pair)]
+    values = [value_of(one, gain.measure) - value_of(other, gain.measure) for one, other in pairs]
     return (-1 if gain.measure in LESS_IS_BETTER else 1) * np.array(values)
 
 
@@ -93,14 +90,12 @@ def judged(results, gains):
     told = dict(zip(several, stats.false_discovery_control(p_values) <= 0.05 if several else (), strict=True))
     for number, (gain, values, test) in enumerate(zip(gains, found, tests, strict=True)):
         low, high = test.confidence_interval() if test else (0.0, 0.0)
+        ends = [shown(gain.measure, end, "+") for end in (low, high)]
         enough = COUNTS[HALVES * (values.std(ddof=1) if test else 0) < abs(values.mean())]
         needed = f"{enough[0]:,}" if len(enough) else "over 100,000"
         word = ("better" if values.mean() > 0 else "worse") if told.get(number) else "not told apart"
-        yield {
-            "gain": shown(gain.measure, values.mean(), "+"),
-            "95 % over seeds": f"{shown(gain.measure, low, '+')} to {shown(gain.measure, high, '+')}"
-            * (len(values) > 1),
-            "n": str(len(values)),
+        yield {"gain": shown(gain.measure, values.mean(), "+"), "n": str(len(values))} | {
+            "95 % over seeds": " to ".join(ends) if len(values) > 1 else "",
             "judgement": word if number in told else "exploratory",
             "seeds needed": needed if test and low <= 0 <= high else "",
         }
@@ -162,63 +157,49 @@ def test_every_spread_of_the_ladder_is_that_of_the_rows(name, page):
 def test_every_check_of_the_ladder_is_judged_as_by_scipy(page):
     found = {(row["check"], row["model"]): row for row in rows_of(page, "checks")}
     for check, own in page.checks.items():
-        shown_gains = {}
+        expected_of = {}
         for measure in (OTHER_LOSS, LIKE_LOSS):  # the latter, where two runs compare by it
             gains = [gain for gain in own if gain.measure == measure]
-            shown_gains |= {
-                gain.first.label: (gain, cells) for gain, cells in zip(gains, judged(check, gains), strict=True)
-            }
-        for label, (gain, expected) in shown_gains.items():
+            cells = judged(check, gains)
+            expected_of |= {gain.first.label: (gain, own) for gain, own in zip(gains, cells, strict=True)}
+        for label, (gain, expected) in expected_of.items():
             row, text = found.pop((check.check, label)), gain.measure.removeprefix("masked-LM loss on ")
             assert row["gain"] == f"{expected['gain']} over {check.baseline.label} ({text})"
             assert [row["95 % over seeds"], row["judgement"]] == [expected["95 % over seeds"], expected["judgement"]]
     assert len(found) == 9 and not any(row["gain"] + row["judgement"] for row in found.values()), "baselines"
 
 
-def test_the_ladders_models_stand_by_encoding_and_its_claims_by_measure(page):
+def test_the_ladders_models_stand_by_encoding_its_runs_are_counted_and_gains_of_two_seeds_are_exploratory(page):
     models = [row["model"] for row in rows_of(page, "scores")]
     assert models[:9] == ["absolute", "bert-r", "tupe-r", "deberta", "ddrp", "rope", "t5", "alibi", "nope"]
     measures = [measure for measure, _ in itertools.groupby(page.gains["claims-inside"], lambda gain: gain.measure)]
     assert measures[:3] == ["f(S)", "f(H)", "triangle share"] and len(measures) == len(set(measures)) == 7
-
-
-def test_the_runs_of_the_ladder_are_counted_and_captions_say_what_is_averaged(page):
+    large = "16,777,216 tokens | 15,731,655 to 15,747,747 | 8,192, 16,384 | 10 | 2 to 3 | 26 | "
     assert list(map(" | ".join, page.tables["runs"][0].rows)) == [
         "4,194,304 tokens | 3,925,863 to 3,940,139 | 2,048 | 24 | 4 to 10 | 120 | 1,470,592 to 1,569,152 | 20h05m",
-        "16,777,216 tokens | 15,731,655 to 15,747,747 | 8,192, 16,384 | 10 | 2 to 3 | 26 | "
-        "1,470,592 to 1,487,232 | 19h10m",
+        f"{large}1,470,592 to 1,487,232 | 19h10m",
         "67,108,864 tokens | 62,957,779 to 62,979,434 | 32,768 | 4 | 2 | 8 | 1,472,736 to 1,486,976 | 12h31m",
     ]
     average = "the mean of STS-B and CoLA; the paper's average has eight tasks"
     assert page.tables["claims-glue"][0].caption.startswith(f"GLUE average ({average}). Gains as in the tables of")
-    like, other = (
-        f"{LIKE_LOSS.capitalize()[0]}{LIKE_LOSS[1:]}: training text, last tenth of tokens",
-        f"{OTHER_LOSS}: held-out",
-    )
     caption = page.tables["scores"][2].caption
-    assert caption.endswith(f"GLUE average: {average}.") and like in caption and other.lower() in caption.lower()
-
-
-def test_gains_of_two_seeds_are_exploratory_also_those_that_were_judged_before(page):
-    """Student's paired test told BERT-R and BERT apart on the largest budget, p = 0.012, from two seeds."""
+    assert f"{LIKE_LOSS.capitalize()[0]}{LIKE_LOSS[1:]}: training text, last tenth of tokens" in caption
+    assert f"{OTHER_LOSS}: held-out".lower() in caption.lower() and caption.endswith(f"GLUE average: {average}.")
+    # student's paired test told BERT-R and BERT apart on the largest budget, p = 0.012, from two seeds
     judged = [gain for own in (*page.gains.values(), *page.checks.values()) for gain in own]
     few = [gain for gain in judged if len(gain.seeds.values) < 3]
-    assert {gain.word for gain in few} == {"exploratory"} and all(
-        g.word != "exploratory" for g in judged if g not in few
-    )
+    assert {gain.word for gain in few} == {"exploratory"}
+    assert all(gain.word != "exploratory" for gain in judged if gain not in few)
     (gain,) = [g for g in few if (g.text, g.measure, g.budget[:2]) == ("BERT-R is better than BERT", OTHER_LOSS, "67")]
     assert gain.seeds.p_value == pytest.approx(0.012, abs=5e-4) and gain.seeds.interval[0] > 0
 
 
 @pytest.mark.parametrize(("rows", "plan"), PLANS.items())
 def test_the_rows_are_of_the_plans_models_and_budgets(rows, plan):
-    plans = read_plans(ROOT / "examples" / "compare" / f"{plan}.yaml")
-    planned = {
-        (plan.check, model.name, seed, plan.budget.tokens)
-        for plan in plans
-        for model in plan.models
-        for seed in plan.seeds
-    }
+    planned = set()
+    for rung in read_plans(ROOT / "examples" / "compare" / f"{plan}.yaml"):
+        names = [model.name for model in rung.models]
+        planned |= set(itertools.product([rung.check], names, rung.seeds, [rung.budget.tokens]))
     done = [json.loads(line) for line in (LADDER / f"{rows}.jsonl").read_text().splitlines()]
     assert {(row["check"], row["model"], row["seed"], row["planned_tokens"]) for row in done} <= planned
     assert len({row["run"] for row in done}) == len(done)
@@ -232,8 +213,7 @@ FROZEN = 182
 
 @pytest.fixture(scope="module")
 def first_page(tmp_path_factory):
-    rows = read_run_rows([LADDER / "rows.jsonl"])
-    return Page(rows[:FROZEN], tmp_path_factory.mktemp("page"))
+    return Page(read_run_rows([LADDER / "rows.jsonl"])[:FROZEN], tmp_path_factory.mktemp("page"))
 
 
 def as_today(key):
@@ -252,32 +232,32 @@ def as_today(key):
 )
 def test_gains_on_like_text_are_those_that_a_referee_computed(rows, first, second, tokens, mean, interval, tmp_path):
     page = Page(read_run_rows([LADDER / f"{rows}.jsonl"]), tmp_path)
-    (gain,) = (
-        gain
-        for gain in [*page.gains["claims"], *page.gains["models"]]
-        if (gain.first.name, gain.second.name) == (first, second) and gain.budget == f"{tokens:,} tokens"
-    )
+    place = (first, second, f"{tokens:,} tokens")
+    gains = [*page.gains["claims"], *page.gains["models"]]
+    (gain,) = [gain for gain in gains if (gain.first.name, gain.second.name, gain.budget) == place]
     assert gain.measure == LIKE_LOSS and round(gain.seeds.mean, 3) == mean
     assert interval is None or tuple(round(end, 3) for end in gain.seeds.interval) == interval
     assert "(training text, last tenth of tokens). Gains in nats" in page.blocks["claims"]
     assert "(held-out documents of another kind). Gains in nats" in page.blocks["claims-other"]
-    on = {
-        one["measure"]: one["measured_on"] for one in page.numbers()["gains"] if one["measure"] in (LIKE_LOSS, "f(S)")
-    }
-    assert on == {LIKE_LOSS: "training text, last tenth of tokens", "f(S)": ""}
+    measured_on = {one["measure"]: one["measured_on"] for one in page.numbers()["gains"]}
+    assert measured_on[LIKE_LOSS] == "training text, last tenth of tokens" and measured_on["f(S)"] == ""
 
 
-def test_every_value_is_the_same(first_page):
+def test_every_value_every_distance_from_chance_and_every_gain_is_the_same(first_page):
     found = {
         f"{one['check']} | {one['budget']} | {one['measure']} | {one['model']}": one["by_seed"]
         for one in json.loads(json.dumps(first_page.numbers()["values"]))
         if one["measure"] != LIKE_LOSS
     }
-    golden = {as_today(key): value for key, value in GOLDEN["values"].items() if "| above chance |" not in key}
-    assert found == golden and sum(map(len, golden.values())) == 2405
-
-
-def test_every_gain_is_the_same(first_page):
+    golden = {as_today(key): value for key, value in GOLDEN["values"].items()}
+    distances = {key: golden.pop(key) for key in list(golden) if "| above chance |" in key}
+    assert found == golden and sum(map(len, golden.values())) == 2405 and len(distances) == 35
+    results = first_page.results
+    for budget in results.budgets:
+        for arm in results.arms_at(budget):
+            key = f" | {budget} | above chance | {arm.label}"
+            assert above_chance(list(results.at(budget, arm).values())) == distances.pop(key, None)
+    assert not distances
     gains = {}
     for one in json.loads(json.dumps(first_page.numbers()["gains"])):
         key = f"{one['check']} | {one['budget']} | {one['measure']} | {one['first']} | {one['second']}"
@@ -292,14 +272,3 @@ def test_every_gain_is_the_same(first_page):
                 assert found[name] == pytest.approx(golden[name], 1e-9, 0), key
                 found |= {name: golden[name]}
         assert found == golden, key
-
-
-def test_every_distance_from_chance_is_the_same(first_page):
-    results = first_page.results
-    golden = {key: value for key, value in GOLDEN["values"].items() if "| above chance |" in key}
-    assert len(golden) == 35
-    for budget in results.budgets:
-        for arm in results.arms_at(budget):
-            key = f" | {budget} | above chance | {arm.label}"
-            assert above_chance(list(results.at(budget, arm).values())) == golden.pop(key, None)
-    assert not golden

@@ -22,22 +22,19 @@ def row(model="absolute", seed=1, loss=6.0, **other):
     return make_row(model, seed, RUNGS[0], {LOSS: loss}, **other)
 
 
-def test_a_later_row_of_a_run_replaces_an_earlier_one(write_rows):
+def test_a_later_row_replaces_an_earlier_one_and_values_that_are_missing_or_not_finite_are_left_out(write_rows):
     first = write_rows([row(loss=6.0), row(seed=2), row(loss=5.5)])
     second = write_rows([row(seed=2, loss=5.0)], "more.jsonl")
-    runs = read_run_rows([first, second])
-    assert {run.seed: run.values[LOSS] for run in runs} == {1: 5.5, 2: 5.0}
-
-
-def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
+    assert {run.seed: run.values[LOSS] for run in read_run_rows([first, second])} == {1: 5.5, 2: 5.0}
     run = as_run(make_row("ddrp+tcd", 1, RUNGS[0], {LOSS: None, "f(S)": 0.4, "CoLA": None}))
     assert (run.values, run.undefined, run.paradigms, run.curves) == ({"f(S)": 0.4}, (LOSS, "CoLA"), {}, {})
     assert run.arm.flags == (("hcd_weight", "0"),) and run.arm.key == "ddrp mth hcd-weight=0"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_wrong_values_runs_that_claim_one_place_changed_or_cut_lines_and_a_missing_file_are_refused_in_one_line(
+    write_rows, tmp_path
+):
+    for change, message in (
         ({"model": None}, "not a row of a run: model is missing; delete this line"),
         ({"seed": float("inf")}, "seed: got inf, expected a whole number of at least 0; delete this line"),
         ({"seed": 1.5}, "seed: got 1.5, expected a whole number"),
@@ -55,29 +52,19 @@ def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
         ({"curves": {LOSS: [[1, float("inf")]]}}, "curves: got .*, expected an object of lists of points"),
         ({"paradigms": {"a": 1.5}}, "paradigms: got .*, expected an object of numbers from 0 to 1"),
         ({"pairs": {"a": -1}}, "pairs: got .*, expected a whole number of at least 0 or an object of whole numbers of"),
-    ],
-)
-def test_a_value_of_a_wrong_type_or_range_is_one_line_with_file_and_line(write_rows, change, message):
-    path = write_rows([row(), row(seed=2) | change])
-    refused(rf"rows.jsonl, line 2: {message}", read_run_rows, [path])
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
+    ):
+        path = write_rows([row(), row(seed=2) | change])
+        refused(rf"rows.jsonl, line 2: {message}", read_run_rows, [path])
+    sizes = [row(parameters=1_569_152), row(seed=2, parameters=0), row(seed=3, parameters=1_568_896)]
+    for rows, message in (
         ([row(), row(run="again")], "two runs of absolute, seed 1, 4,194,304 tokens: .* and again; delete the row"),
         ([row(), row(run="again", common={"num_layers": 2})], "and again, which differ in .*hidden_size, bf16, lr;"),
         ([row(), row(seed=2, objective="mth", flags={"hcd_weight": 0})],
          "two models are called 'absolute': absolute mlm and absolute mth hcd-weight=0; give each"),
-        ([row(parameters=1_569_152), row(seed=2, parameters=0), row(seed=3, parameters=1_568_896)],
-         "absolute, 4,194,304 tokens, have 1,569,152 and 1,568,896 parameters: they are not one model; delete"),
-    ],
-)  # fmt: skip
-def test_runs_that_claim_one_place_are_refused(write_rows, rows, message):
-    refused(message, check_places, read_run_rows([write_rows(rows)]))
-
-
-def test_a_changed_or_cut_line_no_line_and_a_missing_file(write_rows, tmp_path):
+        (sizes, "absolute, 4,194,304 tokens, have 1,569,152 and 1,568,896 parameters: they are not one model; delete"),
+    ):  # fmt: skip
+        refused(message, check_places, read_run_rows([write_rows(rows)]))
+    check_places(read_run_rows([write_rows([row(), row(check="rate", flags={"lr": 0.1})])]))  # in a check, another one
     path = write_rows([row(), row(seed=2)])
     text = path.read_text()
     for content, message in (
@@ -105,30 +92,17 @@ def test_samples_that_are_missing_damaged_or_of_another_run(write_rows, tmp_path
         refused(rf"{re.escape(other.name)}: damaged, or not the samples of its run", read_run_rows, [path])
 
 
-LEVELS = {"unigram_loss": 7.01}, {"unigram_loss": 7.012}, {"unigram_loss": 6.5}
-
-
-def test_models_of_different_training_texts_are_refused():
-    first, like, other = LEVELS
+def test_models_of_different_training_texts_are_refused_where_they_are_compared():
+    first, like, other = {"unigram_loss": 7.01}, {"unigram_loss": 7.012}, {"unigram_loss": 6.5}
     runs = [row(**first), row("ddrp", **like), row("rope", **other), row("nope", run="older"), row("t5", **other)]
     groups = r"absolute, ddrp \(unigram level 7.01\) and rope, t5 \(unigram level 6.50\)"
     words = f"^seed 1, 4,194,304 tokens: {groups} were trained on different texts or vocabularies"
     refused(words, check_places, [as_run(run) for run in runs])
-
-
-@pytest.mark.parametrize(
-    "second",
-    [row("ddrp", **LEVELS[1]), row("ddrp", seed=2, **LEVELS[2]), row("ddrp", check="novels", **LEVELS[2]), row("ddrp")],
-    ids=["the level of other row lengths", "another seed", "a check", "a row without a level"],
-)
-def test_texts_that_are_not_compared_may_differ(second):
-    check_places([as_run(row(**LEVELS[0])), as_run(second)])
-
-
-def test_a_baseline_on_another_text_does_not_join_a_check():
-    own = row("ddrp", check="novels", **LEVELS[2])
-    for level, joined in ((LEVELS[2], ["absolute", "ddrp"]), (LEVELS[0], ["ddrp"])):
-        runs = [as_run(one) for one in (row(**level), own)]
+    in_check = row("ddrp", check="novels", **other)
+    for second in (row("ddrp", **like), row("ddrp", seed=2, **other), in_check, row("ddrp")):
+        check_places([as_run(row(**first)), as_run(second)])
+    for level, joined in ((other, ["absolute", "ddrp"]), (first, ["ddrp"])):
+        runs = [as_run(one) for one in (row(**level), in_check)]
         check_places(runs)
         assert [run.model for run in ExperimentValues(runs, "novels").runs] == joined
 
@@ -151,29 +125,23 @@ def test_rows_of_the_ladder_are_of_one_text_per_file_and_have_no_more_tokens_tha
     assert phased == 2
 
 
-def test_the_same_name_may_mean_another_model_in_a_check(write_rows):
-    check_places(read_run_rows([write_rows([row(), row(check="rate", flags={"lr": 0.1})])]))
-
-
-@pytest.mark.parametrize(
-    ("names", "halves", "order"),
-    [
-        (["ddrp+contrast", "absolute+mth", "ddrp+free", "zz", "ddrp", "absolute"], ["absolute+mth"],
-         ["absolute", "ddrp", "zz", "ddrp+free", "absolute+mth", "ddrp+contrast"]),
-        (["rope+contrast", "absolute+tcd", "absolute+mth", "rope", "absolute+free", "absolute"],
-         ["rope", "absolute+mth"],
-         ["absolute", "rope", "absolute+free", "absolute+mth", "absolute+tcd", "rope+contrast"]),
-    ],
-)  # fmt: skip
-def test_arms_stand_in_the_order_of_tables_those_at_half_the_budget_last(names, halves, order):
+def test_arms_stand_in_the_order_of_tables_those_at_half_the_budget_last_and_budgets_are_groups_by_their_words():
     """The rows have the half arms first, and other objectives before MTH; the tables do not."""
-    results = results_of([row(name, half=True) for name in reversed(halves)] + [row(name) for name in names])
-    assert [arm.label for arm in results.arms] == order + [f"{name}, half the budget" for name in halves]
-    assert results.baseline.label == "absolute"
-
-
-def test_without_the_named_baseline_the_first_model_is_it():
-    assert results_of([row("ddrp"), row("rope")]).baseline.name == "ddrp"
+    for names, halves, order in (
+        ("ddrp+contrast absolute+mth ddrp+free zz ddrp absolute", ["absolute+mth"],
+         "absolute ddrp zz ddrp+free absolute+mth ddrp+contrast"),
+        ("rope+contrast absolute+tcd absolute+mth rope absolute+free absolute", ["rope", "absolute+mth"],
+         "absolute rope absolute+free absolute+mth absolute+tcd rope+contrast"),
+    ):  # fmt: skip
+        results = results_of(
+            [row(name, half=True) for name in reversed(halves)] + [row(name) for name in names.split()]
+        )
+        assert [arm.label for arm in results.arms] == order.split() + [f"{name}, half the budget" for name in halves]
+        assert results.baseline.label == "absolute"
+    assert results_of([row("ddrp"), row("rope")]).baseline.name == "ddrp"  # the first, without the named one
+    # with minutes, in rows of earlier versions, the models of a group differ in tokens
+    rows = [row(budget="5 minutes"), row("ddrp", budget="5 minutes") | {"planned_tokens": 7}, row(seed=2)]
+    assert results_of(rows).budgets == {"5 minutes": RUNGS[0], "4,194,304 tokens": RUNGS[0]}
 
 
 def test_phenomena_and_fields():
@@ -188,57 +156,41 @@ def test_phenomena_and_fields():
     assert by_phenomenon([as_run(row())]) == {}
 
 
-def test_budgets_are_groups_by_their_words():
-    """With minutes, in rows of earlier versions, the models of a group differ in tokens."""
-    rows = [row(budget="5 minutes"), row("ddrp", budget="5 minutes") | {"planned_tokens": 7}, row(seed=2)]
-    assert results_of(rows).budgets == {"5 minutes": RUNGS[0], "4,194,304 tokens": RUNGS[0]}
-
-
-def test_a_check_borrows_its_baseline_from_the_ladder_at_its_rungs_and_seeds(write_rows):
+def test_a_check_borrows_its_baseline_at_its_rungs_and_seeds_from_the_ladder_or_a_check_with_the_same_flags(write_rows):
     rows = [row(seed=seed) for seed in (1, 2, 3)]
     rows += [row("absolute", seed=1, half=True), row("ddrp", seed=2, check="warm-up", baseline="absolute")]
     check = ExperimentValues(read_run_rows([write_rows(rows)]), "warm-up")
     found = [(run.arm.name, run.seed, run.check) for run in check.runs]
-    assert found == [("absolute", 2, "warm-up"), ("ddrp", 2, "warm-up")]
-    assert check.baseline.name == "absolute"
-
-
-def test_a_check_borrows_no_baseline_with_other_flags_and_also_one_of_another_check(write_rows):
+    assert found == [("absolute", 2, "warm-up"), ("ddrp", 2, "warm-up")] and check.baseline.name == "absolute"
     in_fp32 = {"common": row()["common"] | {"bf16": False}}
     rows = [row(), row(loss=5.0, check="rate", **in_fp32), row("ddrp", check="rate", baseline="absolute", **in_fp32)]
     rows.append(row("t5", check="warm-up", baseline="absolute", **in_fp32))
-    runs = read_run_rows([write_rows(rows)])
     for name, other in (("rate", "ddrp"), ("warm-up", "t5")):
-        found = ExperimentValues(runs, name).runs
+        found = ExperimentValues(read_run_rows([write_rows(rows)]), name).runs
         assert [(run.arm.name, run.values[LOSS]) for run in found] == [("absolute", 5.0), (other, 6.0)]
 
 
 TRAINED = {TRAINING_LOSS: [[10, 9.0], [50, 8.0], [90, 7.0], [92, 6.0], [100, 5.0]]}
 
 
-@pytest.mark.parametrize(
-    ("gap", "stored", "expected"),
-    [
-        (None, {LOSS: 6.0}, {LOSS: 6.0}),
-        (-0.01, {LOSS: 6.0}, {LIKE_LOSS: 6.0}),
-        (0.19, {LOSS: 6.0, OTHER_LOSS: 6.5}, {LIKE_LOSS: 6.0, OTHER_LOSS: 6.5}),
-        (0.2, {LOSS: 6.0}, {OTHER_LOSS: 6.0, LIKE_LOSS: (2 * 6.0 + 8 * 5.0) / 10}),
-        (0.47, {LOSS: 6.0, OTHER_LOSS: 6.5}, {LOSS: 6.0, OTHER_LOSS: 6.5, LIKE_LOSS: 5.2}),
-        (0.47, {LOSS: None}, {LIKE_LOSS: 5.2}),
-    ],
-)
-def test_a_loss_has_the_name_of_its_text_if_its_kind_is_told(gap, stored, expected):
-    told = {} if gap is None else {"validation_gap": gap}
-    assert as_run(make_row("ddrp", 1, RUNGS[0], stored, curves=TRAINED, **told)).values == pytest.approx(expected)
-
-
-def test_a_run_without_tokens_has_no_last_tenth():
+def test_a_loss_has_the_name_of_its_text_if_its_kind_is_told_and_without_tokens_there_is_no_last_tenth():
+    both = {LOSS: 6.0, OTHER_LOSS: 6.5}
+    for told, stored, expected in (
+        ({}, {LOSS: 6.0}, {LOSS: 6.0}),
+        ({"validation_gap": -0.01}, {LOSS: 6.0}, {LIKE_LOSS: 6.0}),
+        ({"validation_gap": 0.19}, both, {LIKE_LOSS: 6.0, OTHER_LOSS: 6.5}),
+        ({"validation_gap": 0.2}, {LOSS: 6.0}, {OTHER_LOSS: 6.0, LIKE_LOSS: (2 * 6.0 + 8 * 5.0) / 10}),
+        ({"validation_gap": 0.47}, both, both | {LIKE_LOSS: 5.2}),
+        ({"validation_gap": 0.47}, {LOSS: None}, {LIKE_LOSS: 5.2}),
+    ):
+        made = make_row("ddrp", 1, RUNGS[0], stored, curves=TRAINED, **told)
+        assert as_run(made).values == pytest.approx(expected), told
     assert last_tenth([]) is last_tenth([(0.0, 9.0)]) is None
 
 
-@pytest.mark.parametrize(
-    ("own", "compares"),
-    [
+def test_training_losses_compare_where_training_makes_the_same_of_a_text():
+    told = {"curves": TRAINED, "validation_gap": 0.47}
+    for own, compares in (
         ({"flags": {"layernorm-position": "pre", "lr": 0.1}}, True),
         ({"flags": {"mask-prob": 0.15, "packing": False}}, True),  # the defaults
         ({"flags": {"mask-prob": "0.4:0.25"}}, False),
@@ -250,17 +202,15 @@ def test_a_run_without_tokens_has_no_last_tenth():
         ({"objective": "electra"}, False),  # its loss is the generator's
         ({"objective": "of-a-plug-in"}, False),
         ({"validation_gap": 0.1}, False),  # held-out text beside training text
-    ],
-)
-def test_training_losses_compare_where_training_makes_the_same_of_a_text(own, compares):
-    told = {"curves": TRAINED, "validation_gap": 0.47}
-    rows = [row(seed=seed, **told) for seed in (1, 2)] + [row("ddrp", seed=seed, **told | own) for seed in (1, 2)]
-    results = results_of(rows)
-    measures = {gain.measure for gain in gains(results, model_claims(results))}
-    assert (LIKE_LOSS in measures) == compares and (OTHER_LOSS in measures) == ("validation_gap" not in own)
-    table = score_table(results, results.runs[0].budget)
-    cells = {cell[0]: dict(zip(table.header, cell, strict=True)) for cell in table.rows}
-    assert cells["absolute"][LIKE_LOSS] and bool(cells.get("ddrp", {}).get(LIKE_LOSS)) == compares
+    ):
+        rows = [row(seed=seed, **told) for seed in (1, 2)] + [row("ddrp", seed=seed, **told | own) for seed in (1, 2)]
+        results = results_of(rows)
+        measures = {gain.measure for gain in gains(results, model_claims(results))}
+        assert (LIKE_LOSS in measures) == compares, own
+        assert (OTHER_LOSS in measures) == ("validation_gap" not in own)
+        table = score_table(results, results.runs[0].budget)
+        cells = {cell[0]: dict(zip(table.header, cell, strict=True)) for cell in table.rows}
+        assert cells["absolute"][LIKE_LOSS] and bool(cells.get("ddrp", {}).get(LIKE_LOSS)) == compares, own
 
 
 def test_a_run_rested_up_to_its_onset_or_all_of_its_tokens_also_if_its_row_does_not_tell_them():
