@@ -53,22 +53,25 @@ def test_inspect_shows_counts_lengths_and_text(tiny_corpus, command, tmp_path):
     assert "--save run --load run" in out
 
 
-def test_inspect_finds_the_tokenizer_and_says_how_to_train(tiny_corpus, command):
+def test_inspect_finds_the_tokenizer_draws_lengths_says_how_to_train_and_refuses_another_vocabulary(
+    tiny_corpus, command, tmp_path
+):
+    flags = ("--vocab-file", tiny_corpus.vocab_file)
     without = command("inspect", tiny_corpus.prefix)[1]
-    assert without == command("inspect", tiny_corpus.prefix, "--vocab-file", tiny_corpus.vocab_file)[1]
+    assert without == command("inspect", tiny_corpus.prefix, *flags)[1]
     words = shlex.split(without.splitlines()[-1].removeprefix("train on it: "))
     assert words[:2] == ["megatron-ddrp", "pretrain"]
     parsed = parse_arguments(words[2:]).config.data
     assert parsed.data_path == (str(tiny_corpus.prefix),)
     assert parsed.vocab_file is None, "the manifest names it"
-
-
-def test_inspect_refuses_another_vocabulary(tiny_corpus, command, tmp_path):
     pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines()
     pieces[-1] = pieces[-1][::-1] + "x"
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
     code, out, err = command("inspect", tiny_corpus.prefix, "--vocab-file", tmp_path / "vocab.txt")
     assert code == 1 and "the dataset was made by tokenizer" in err and err.count("\n") == 1 and not out
+    pytest.importorskip("matplotlib")
+    assert command("inspect", tiny_corpus.prefix, "--output", tmp_path / "lengths.png")[0] == 0
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_inspect_tells_the_share_of_unknown_pieces(tiny_corpus, command, tmp_path):
@@ -87,12 +90,6 @@ def test_inspect_tells_the_share_of_unknown_pieces(tiny_corpus, command, tmp_pat
     assert "unknown pieces: not recorded" in command("inspect", tmp_path / "d")[1]
 
 
-def test_inspect_draws_the_lengths(tiny_corpus, command, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert command("inspect", tiny_corpus.prefix, "--output", tmp_path / "lengths.png")[0] == 0
-    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_verify_passes_what_is_sound_and_fails_what_is_not(tiny_corpus, command, tmp_path):
     words = ("verify", tiny_corpus.prefix, "--vocab-file", tiny_corpus.vocab_file)
     code, out, _ = command(*words)
@@ -105,18 +102,18 @@ def test_verify_passes_what_is_sound_and_fails_what_is_not(tiny_corpus, command,
     assert code == 1 and f"{tmp_path}/a.idx: " in out and "document indices" in out
 
 
-@pytest.mark.parametrize("name", ["test_text_document", "fim_text_document", "test_samples_mmap_text_sentence"])
-def test_megatrons_own_files_are_sound(tmp_path, command, name):
-    for suffix in (".bin", ".idx"):
-        (tmp_path / (name + suffix)).write_bytes(shared_asset(f"indexed/{name}{suffix}"))
-    code, out, _ = command("verify", tmp_path / name)
-    assert code == 0 and "sound" in out
-    assert command("merge", "--output-prefix", tmp_path / "again", tmp_path / name)[0] == 0
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / ("again" + suffix)).read_bytes() == (tmp_path / (name + suffix)).read_bytes()
+def test_megatrons_own_files_are_sound(tmp_path, command):
+    for name in ("test_text_document", "fim_text_document", "test_samples_mmap_text_sentence"):
+        for suffix in (".bin", ".idx"):
+            (tmp_path / (name + suffix)).write_bytes(shared_asset(f"indexed/{name}{suffix}"))
+        code, out, _ = command("verify", tmp_path / name)
+        assert code == 0 and "sound" in out
+        assert command("merge", "--output-prefix", tmp_path / f"again-{name}", tmp_path / name)[0] == 0
+        for suffix in (".bin", ".idx"):
+            assert (tmp_path / f"again-{name}{suffix}").read_bytes() == (tmp_path / (name + suffix)).read_bytes()
 
 
-def test_merge_says_what_came_out(tiny_corpus, command, tmp_path):
+def test_merge_and_shuffle_print_what_they_wrote(tiny_corpus, command, tmp_path):
     for suffix in (".bin", ".idx", ".json"):
         shutil.copy(f"{tiny_corpus.prefix}{suffix}", tmp_path / f"more{suffix}")
     code, out, _ = command("merge", "--output_prefix", tmp_path / "all", tiny_corpus.prefix, tmp_path / "more")
@@ -124,34 +121,6 @@ def test_merge_says_what_came_out(tiny_corpus, command, tmp_path):
     assert command("verify", tmp_path / "all", "--vocab-file", tiny_corpus.vocab_file)[0] == 0
     code, _, err = command("merge", "--output-prefix", tmp_path / "all", tiny_corpus.prefix)
     assert code == 1 and err.count("\n") == 1 and "exists already; give --overwrite" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "exit_code", "complaint"),
-    [
-        (("inspect", "none"), 1, "none.idx: No such file"),
-        (("verify", "none"), 1, "none.idx: No such file"),
-        (("merge", "--output-prefix", "x", "none"), 1, "none.idx: No such file"),
-        (("inspect", "empty"), 1, "empty.idx: 0 bytes, expected at least the 34 of a header"),
-        (("inspect", "foreign"), 1, "foreign.idx: starts with b'Lorem ips', expected b'MMIDIDX"),
-        (("inspect", "foreign", "--output", "x.pdf"), 2, "--output x.pdf: expected a name that ends in .json or .png"),
-        (("inspect", "foreign", "--documents", "-1"), 2, "--documents is -1: it must be at least 0"),
-        (("verify", "empty", "--tokenizer-type", "SentencePiece"), 2, "needs --tokenizer-model"),
-        (("verify",), 2, "required: P"),
-        ((), 2, "required: COMMAND"),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path, monkeypatch, command, words, exit_code, complaint):
-    monkeypatch.chdir(tmp_path)
-    for suffix in (".bin", ".idx"):
-        Path(f"empty{suffix}").touch()
-        Path(f"foreign{suffix}").write_bytes(b"Lorem ipsum dolor sit amet, consectetur adipisci")
-    code, out, err = command(*words)
-    assert code == exit_code and complaint in err and err.count("\n") == 1 and not out
-    assert {path.name for path in tmp_path.iterdir()} == {"empty.bin", "empty.idx", "foreign.bin", "foreign.idx"}
-
-
-def test_shuffle_prints_what_it_wrote(tiny_corpus, command, tmp_path):
     words = ("shuffle", f"{tiny_corpus.prefix}.idx", "--output-prefix", tmp_path / "mixed")
     assert command(*words)[1:] == (f"600 documents, shuffled by seed 1234 → {tmp_path}/mixed.{{bin,idx}}\n", "")
     code, out, err = command(*words, "--seed", 5)
@@ -160,11 +129,33 @@ def test_shuffle_prints_what_it_wrote(tiny_corpus, command, tmp_path):
     assert command(*words, "--seed", 5, "--overwrite")[0] == 0
     second = (tmp_path / "mixed.bin").read_bytes()
     assert sorted(first) == sorted(second) and first != second
-    code, _, err = command("shuffle", tmp_path / "none", "--output-prefix", tmp_path / "more")
+    code, _, err = command("shuffle", tmp_path / "none", "--output-prefix", tmp_path / "mixture")
     assert code != 0 and len(err.splitlines()) == 1 and "none.idx" in err
 
 
-def test_a_book_is_one_document_whatever_its_blank_lines(run_tool, tmp_path):
+def test_mistakes_are_one_line(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    for suffix in (".bin", ".idx"):
+        Path(f"empty{suffix}").touch()
+        Path(f"foreign{suffix}").write_bytes(b"Lorem ipsum dolor sit amet, consectetur adipisci")
+    for words, exit_code, complaint in (
+        ("inspect none", 1, "none.idx: No such file"),
+        ("verify none", 1, "none.idx: No such file"),
+        ("merge --output-prefix x none", 1, "none.idx: No such file"),
+        ("inspect empty", 1, "empty.idx: 0 bytes, expected at least the 34 of a header"),
+        ("inspect foreign", 1, "foreign.idx: starts with b'Lorem ips', expected b'MMIDIDX"),
+        ("inspect foreign --output x.pdf", 2, "--output x.pdf: expected a name that ends in .json or .png"),
+        ("inspect foreign --documents -1", 2, "--documents is -1: it must be at least 0"),
+        ("verify empty --tokenizer-type SentencePiece", 2, "needs --tokenizer-model"),
+        ("verify", 2, "required: P"),
+        ("", 2, "required: COMMAND"),
+    ):
+        code, out, err = command(*words.split())
+        assert code == exit_code and complaint in err and err.count("\n") == 1 and not out, words
+    assert {path.name for path in tmp_path.iterdir()} == {"empty.bin", "empty.idx", "foreign.bin", "foreign.idx"}
+
+
+def test_a_book_is_one_document_whatever_its_blank_lines_and_what_is_none_is_refused_or_counted(run_tool, tmp_path):
     books = tmp_path / "books"
     (books / "more").mkdir(parents=True)
     (books / "b.txt").write_text("\ufeffOne day\nit rained.\n\n  \n\nThen not.\n", encoding="utf-8")
@@ -175,19 +166,30 @@ def test_a_book_is_one_document_whatever_its_blank_lines(run_tool, tmp_path):
     documents = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [d["text"] for d in documents] == ["One day\nit rained.\nThen not.", "Ein Tag."]
     assert "2 books" in out and "1 empty left out" in out
+    two = BOOK.format("One") + BOOK.format("Two")
+    for name, content, exit_code, complaint in (
+        ("two.txt", two, 1, "holds 2 books, by its *** START lines, expected one"),
+        ("a.jsonl", '{"text": "x"}\n', 2, "expected .txt, one book a file"),
+        ("bad.txt", "caf\xe9 au lait", 1, "byte 4 is not UTF-8"),
+    ):
+        file = tmp_path / name / name
+        file.parent.mkdir()
+        file.write_bytes(content.encode("latin-1"))
+        (file.parent / "good.txt").write_text("tea")
+        words = ("--input", file.parent, "--output", tmp_path / "o.jsonl")
+        code, _, err = run_tool(books_to_jsonl, *words)
+        assert code == exit_code and name in err and complaint in err
+        assert len(err.splitlines()) == 1 and not (tmp_path / "o.jsonl").exists()
+    code, out, _ = run_tool(books_to_jsonl, *words, "--on-error", "skip")
+    assert code == 0 and "1 books, " in out and "1 not UTF-8 left out" in out
 
 
-def test_project_gutenbergs_header_and_licence_are_left_out():
+def test_project_gutenbergs_header_and_licence_are_left_out_and_a_start_mark_may_take_three_lines():
     start, end = "*** START OF THIS PROJECT GUTENBERG EBOOK X ***", "*** END OF THE PROJECT GUTENBERG EBOOK X ***"
-    text = f"Head\n{start}\nStory.\n{end}\nTail"
-    assert body(text).strip() == "Story."
+    assert body(f"Head\n{start}\nStory.\n{end}\nTail").strip() == "Story."
     assert body("A book *** START of nothing.") == "A book *** START of nothing."
-
-
-@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
-@pytest.mark.parametrize(
-    ("mark", "story"),
-    [
+    end = "*** END OF THE PROJECT GUTENBERG EBOOK A\nB ***\nTail"
+    for mark, story in (
         ("FRANKENSTEIN;\nOR, THE MODERN PROMETHEUS ***\nStory.", "Story."),
         ("A\n B\nC ***  \n\nStory ***\n***\nMore.", "Story ***\n***\nMore."),
         ("A ***\nB ***\nStory.", "B ***\nStory."),
@@ -195,82 +197,40 @@ def test_project_gutenbergs_header_and_licence_are_left_out():
         ("A\n\nStory. ***", "Story. ***"),
         ("A\nStory.\n***\nMore.", "Story.\n***\nMore."),
         ("A", ""),
-    ],
-)
-def test_a_start_mark_may_take_three_lines(mark, story, line_break):
-    end = "*** END OF THE PROJECT GUTENBERG EBOOK A\nB ***\nTail"
-    text = f"Head\n*** START OF THE PROJECT GUTENBERG EBOOK {mark}\n{end}\n".replace("\n", line_break)
-    assert body(text).strip() == story.replace("\n", line_break)
+    ):
+        text = f"Head\n*** START OF THE PROJECT GUTENBERG EBOOK {mark}\n{end}\n"
+        for line_break in ("\n", "\r\n"):
+            assert body(text.replace("\n", line_break)).strip() == story.replace("\n", line_break)
 
 
 BOOK = "*** START OF THE PROJECT GUTENBERG EBOOK {0} ***\n{0}.\n*** END OF THE PROJECT GUTENBERG EBOOK {0} ***\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "exit_code", "complaint"),
-    [
-        ("two.txt", BOOK.format("One") + BOOK.format("Two"), 1, "holds 2 books, by its *** START lines, expected one"),
-        ("bad.txt", "caf\xe9 au lait", 1, "byte 4 is not UTF-8"),
-        ("a.jsonl", '{"text": "x"}\n', 2, "expected .txt, one book a file"),
-    ],
-)
-def test_what_is_no_book_of_text_is_refused_or_counted(run_tool, tmp_path, name, content, exit_code, complaint):
-    (tmp_path / name).write_bytes(content.encode("latin-1"))
-    (tmp_path / "good.txt").write_text("tea")
-    words = ("--input", tmp_path, "--output", tmp_path / "o.jsonl")
-    code, _, err = run_tool(books_to_jsonl, *words)
-    assert code == exit_code and name in err and complaint in err
-    assert len(err.splitlines()) == 1 and not (tmp_path / "o.jsonl").exists()
-    if name == "bad.txt":
-        code, out, _ = run_tool(books_to_jsonl, *words, "--on-error", "skip")
-        assert code == 0 and "1 books, " in out and "1 not UTF-8 left out" in out
-
-
 DAYS = "At noon Mr. Hall, our guest {}, came to eat at noon. Nobody had seen Mr. Lane that day! Had they met?"
 
 
-def test_every_whole_sentence_is_a_document(run_tool, tmp_path):
+def test_every_whole_sentence_is_a_document_and_abbreviations_are_those_of_the_text(run_tool, tmp_path):
     text = "\n".join(["CHAPTER ONE", *(DAYS.format(day) for day in range(40)), "and so on."])
     documents = ({"text": text}, {"text": "It rained all day."})
     (tmp_path / "novel.jsonl").write_text("\n".join(map(json.dumps, documents)))
     code, out, err = run_tool(split_sentences, "--input", tmp_path / "novel.jsonl", "--output", tmp_path / "out.jsonl")
     assert code == 0, err
     found = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert found[:3] == [
-        "At noon Mr. Hall, our guest 0, came to eat at noon.",
-        "Nobody had seen Mr. Lane that day!",
-        "Had they met?",
-    ]
+    noon = "At noon Mr. Hall, our guest {}, came to eat at noon."
+    assert found[:3] == [noon.format(0), "Nobody had seen Mr. Lane that day!", "Had they met?"]
     assert found[-1] == "It rained all day." and len(found) == 121
     assert "121 sentences, 0.0 million characters" in out
-
-
-def test_abbreviations_are_those_of_the_text():
-    """The sentences before Punkt has learned are split like those behind them."""
+    # the sentences before Punkt has learned are split like those behind them
     with_it = set(sentences((DAYS.format(day) for day in range(40)), 80))
-    assert with_it >= {f"At noon Mr. Hall, our guest {day}, came to eat at noon." for day in (0, 39)}
+    assert with_it >= {noon.format(day) for day in (0, 39)}
     assert list(sentences(iter(["He left. Mr. Hall stayed there."]), 80)) == ["Hall stayed there."]
 
 
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        ("She saw him.", True),
-        ("“Did she see him?”", True),
-        ("12 of them came.", True),
-        ("She saw.", False),
-        ("and she saw him.", False),
-        ("History of the town", False),
-        ("Two of them came.", True),
-        ("Two of them came here.", False),
-        ("", False),
-    ],
-)
-def test_what_a_whole_sentence_is(text, kept):
-    assert is_whole(text, max_words=4) is kept
-
-
-def test_longer_sentences_are_left_out_and_a_text_without_any_is_named(run_tool, tmp_path):
+def test_what_a_whole_sentence_is_longer_ones_are_left_out_and_a_text_without_any_is_named(run_tool, tmp_path):
+    texts = ["She saw him.", "“Did she see him?”", "12 of them came.", "She saw.", "and she saw him."]
+    texts += ["History of the town", "Two of them came.", "Two of them came here.", ""]
+    kept = ["She saw him.", "“Did she see him?”", "12 of them came.", "Two of them came."]
+    assert [text for text in texts if is_whole(text, max_words=4)] == kept
     text, made = tmp_path / "novel.txt", tmp_path / "out.jsonl"
     words = ("--input", text, "--output", made)
     text.write_text("A town\n\nAnother town\n")

@@ -14,15 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.cli import parse_subcommand
+from megatron_ddrp.lab.analysis.command import SUBCOMMANDS
+from megatron_ddrp.tasks.finetune.command import parse_arguments as parse_finetune
+from megatron_ddrp.tasks.finetune.options import TaskFiles
+from megatron_ddrp.tasks.finetune.task_files import read_task
 from tools import collect_documentation, swap_words
 from tools.swap_words import make_task, sentences, swap
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart.sh"
-STAGES = [
-    *("collect_documentation.py", "train_tokenizer.py", "preprocess_data.py"),
-    *("pretrain_bert.py", "convert_checkpoint.py", "swap_words.py"),
-    *("tasks.finetune", "tasks.finetune", "analyze.py", "training_report.py"),
-]
+STAGES = ["collect_documentation.py", "train_tokenizer.py", "preprocess_data.py", "pretrain_bert.py"]
+STAGES += ["convert_checkpoint.py", "swap_words.py", "tasks.finetune", "tasks.finetune", "analyze.py"]
+STAGES += ["training_report.py"]
 STUB = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >> "$CALLS"
 [[ -z ${FAIL:-} || "$*" != *"$FAIL"* ]]
@@ -50,21 +54,24 @@ def quickstart(tmp_path):
 
 
 def stages(calls):
-    """The stage that each call belongs to."""
     return [next(stage for stage in STAGES if stage in call) for call in calls]
 
 
-def test_runs_every_stage_once_and_names_the_report(quickstart, tmp_path):
+def test_runs_every_stage_once_and_again_for_another_command_and_all_that_follow(quickstart, tmp_path):
     code, output, calls = quickstart()
-    assert code == 0
-    assert stages(calls) == STAGES
+    assert (code, stages(calls)) == (0, STAGES)
     assert output.rstrip().endswith(f"The report: {tmp_path}/out/report/report.md")
     commands = (tmp_path / "out" / "commands.txt").read_text().splitlines()
     assert [" ".join(shlex.split(line)) for line in commands] == calls
-
-
-def test_a_finished_start_is_not_repeated_but_for_another_command_and_all_that_follow(quickstart, tmp_path):
-    quickstart()
+    words = {stage: call.split(stage, 1)[1].split() for stage, call in zip(stages(calls), calls, strict=True)}
+    config = parse_arguments(words["pretrain_bert.py"]).config  # the real parsers take its flags
+    assert (config.model.position_encoding, config.objective.objective) == ("ddrp", "mth")
+    assert config.checkpoint.save == config.checkpoint.load
+    places = parse_subcommand("", SUBCOMMANDS, words["analyze.py"])
+    assert (places.command, places.load) == ("masked-places", (Path(config.checkpoint.save),))
+    options = parse_finetune(words["tasks.finetune"])
+    (tasks,) = options.suite.read.args
+    assert options.random_init and [task.task_name for task in tasks] == ["word-order"]
     code, _, calls = quickstart()
     assert (code, calls) == (0, [])
     stale = tmp_path / "out" / "checkpoint"
@@ -75,55 +82,28 @@ def test_a_finished_start_is_not_repeated_but_for_another_command_and_all_that_f
     assert stages(quickstart(STEPS="8")[2]) == STAGES[4:]
 
 
-def test_goes_on_where_it_failed_and_keeps_what_is_there(quickstart, tmp_path):
+def test_goes_on_where_it_failed_keeps_what_is_there_and_notices_that_a_corpus_changed_or_is_missing(
+    quickstart, tmp_path
+):
     code, output, calls = quickstart(FAIL="pretrain_bert.py")
-    assert code != 0
-    assert "The report" not in output
-    assert stages(calls) == STAGES[:4]
+    assert code != 0 and "The report" not in output and stages(calls) == STAGES[:4]
     checkpoint = tmp_path / "out" / "checkpoint"
     checkpoint.mkdir()
     code, _, calls = quickstart()
-    assert code == 0
-    assert stages(calls) == STAGES[3:]
-    assert checkpoint.exists()
-
-
-def test_takes_a_corpus_and_notices_that_it_changed_or_is_missing(quickstart, tmp_path):
-    corpus = tmp_path / "my corpus.jsonl"
-    corpus.write_text("one")
-    assert stages(quickstart(CORPUS=str(corpus))[2]) == STAGES[1:]
-    assert quickstart(CORPUS=str(corpus))[2] == []
-    corpus.write_text("two")
-    assert stages(quickstart(CORPUS=str(corpus))[2]) == STAGES[1:]
+    assert (code, stages(calls)) == (0, STAGES[3:]) and checkpoint.exists()
+    corpus, out = tmp_path / "my corpus.jsonl", str(tmp_path / "another")
+    for text in ("one", "two"):
+        corpus.write_text(text)
+        assert stages(quickstart(CORPUS=str(corpus), OUT=out)[2]) == STAGES[1:]
+        assert quickstart(CORPUS=str(corpus), OUT=out)[2] == []
     line = "quickstart: error: CORPUS=no-such-file.jsonl is not a readable file\n"
-    assert quickstart(CORPUS="no-such-file.jsonl") == (1, line, [])
-
-
-def test_the_real_parsers_take_its_flags(quickstart):
-    pytest.importorskip("torch")
-    from megatron_ddrp.arguments import parse_arguments
-    from megatron_ddrp.cli import parse_subcommand
-    from megatron_ddrp.lab.analysis.command import SUBCOMMANDS
-    from megatron_ddrp.tasks.finetune.command import parse_arguments as parse_finetune
-
-    _, _, calls = quickstart()
-    words = {stage: call.split(stage, 1)[1].split() for stage, call in zip(stages(calls), calls, strict=True)}
-    config = parse_arguments(words["pretrain_bert.py"]).config
-    assert config.model.position_encoding == "ddrp"
-    assert config.objective.objective == "mth"
-    assert config.checkpoint.save == config.checkpoint.load
-    places = parse_subcommand("", SUBCOMMANDS, words["analyze.py"])
-    assert (places.command, places.load) == ("masked-places", (Path(config.checkpoint.save),))
-    options = parse_finetune(words["tasks.finetune"])
-    assert options.random_init
-    (tasks,) = options.suite.read.args
-    assert [task.task_name for task in tasks] == ["word-order"]
+    assert quickstart(CORPUS="no-such-file.jsonl", OUT=out) == (1, line, [])
 
 
 TOOL = Path(collect_documentation.__file__)
 
 
-def test_paragraphs_lose_markup_code_and_headings():
+def test_paragraphs_of_docstrings_lose_markup_code_and_headings_and_tests_are_no_documentation(tmp_path):
     text = """Short title.
 
     Return the :class:`~x.Reader` that ``open`` made for this
@@ -145,23 +125,15 @@ def test_paragraphs_lose_markup_code_and_headings():
         "Return the x.Reader that open made for this file, or None where there is no such file at all.",
         "path: the name of the file that is to be opened and then read to its end",
     ]
-
-
-def test_docstrings_of_module_class_and_function(tmp_path):
-    path = tmp_path / "module.py"
-    path.write_text(
-        '"""One."""\nclass A:\n    """Two."""\n    def f(self):\n        """Three."""\nx = "no docstring"\n'
-    )
-    assert list(collect_documentation.docstrings(path)) == ["One.", "Two.", "Three."]
-    path.write_text("this is not Python")
-    assert list(collect_documentation.docstrings(path)) == []
-
-
-def test_tests_are_no_documentation(tmp_path):
     for name in ("a.py", "test/b.py", "site-packages/c.py", "d/e.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert [str(path.relative_to(tmp_path)) for path in collect_documentation.modules(tmp_path)] == ["a.py", "d/e.py"]
+    path, function = tmp_path / "a.py", '    def f(self):\n        """Three."""\n'
+    path.write_text(f'"""One."""\nclass A:\n    """Two."""\n{function}x = "no docstring"\n')
+    assert list(collect_documentation.docstrings(path)) == ["One.", "Two.", "Three."]
+    path.write_text("this is not Python")
+    assert list(collect_documentation.docstrings(path)) == []
 
 
 def test_whole_sources_until_there_is_enough_and_no_paragraph_twice(monkeypatch):
@@ -178,29 +150,9 @@ def test_whole_sources_until_there_is_enough_and_no_paragraph_twice(monkeypatch)
     assert collect_documentation.collect([], megabytes=1)[1] == ["a", "d"]
 
 
-def test_packages_that_are_not_installed_are_named(tmp_path):
-    out = tmp_path / "corpus.jsonl"
-    words = [sys.executable, str(TOOL), "--output", str(out), "--megabytes", "0.1", "--packages"]
-    names = ["nosuch", "json", "nosuch.sub", "json.nosuch", "sys.sub", "this", ".x"]
-    done = subprocess.run([*words, *names], capture_output=True, text=True)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and not out.exists()
-    named = "--packages nosuch nosuch.sub json.nosuch sys.sub this .x"
-    assert f"{named}: no package that is installed in this Python" in done.stderr
-
-
-def test_usual_packages_that_are_not_installed_are_skipped(monkeypatch, tmp_path, capsys):
-    def names_only(packages, megabytes):
-        return [{"title": "a", "text": "b"}], [name for name, _ in collect_documentation.sources(packages)]
-
-    monkeypatch.setattr(collect_documentation, "PACKAGES", ("nosuch.sub", "nosuch", "json"))
-    monkeypatch.setattr(collect_documentation, "collect", names_only)
-    monkeypatch.setattr(sys, "argv", ["tool", "--output", str(tmp_path / "corpus.jsonl")])
-    collect_documentation.main()
-    printed = capsys.readouterr().out
-    assert printed.endswith(", json\n") and "nosuch" not in printed
-
-
-def test_the_command_needs_no_torch_and_writes_json_lines(tmp_path):
+def test_the_command_needs_no_torch_names_packages_that_are_not_installed_and_skips_usual_ones(
+    tmp_path, monkeypatch, capsys
+):
     out = tmp_path / "corpus.jsonl"
     code = f"""
 import runpy, sys
@@ -212,46 +164,55 @@ finally:
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     assert all(set(json.loads(line)) == {"title", "text"} for line in out.read_text().splitlines())
+    out = tmp_path / "none.jsonl"
+    words = [sys.executable, str(TOOL), "--output", str(out), "--megabytes", "0.1", "--packages"]
+    names = ["nosuch", "json", "nosuch.sub", "json.nosuch", "sys.sub", "this", ".x"]
+    done = subprocess.run([*words, *names], capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and not out.exists()
+    named = "--packages nosuch nosuch.sub json.nosuch sys.sub this .x"
+    assert f"{named}: no package that is installed in this Python" in done.stderr
 
+    def names_only(packages, megabytes):
+        return [{"title": "a", "text": "b"}], [name for name, _ in collect_documentation.sources(packages)]
 
-NOUNS = ["parser", "table", "reader", "socket", "thread", "buffer", "module", "client", "server", "window"]
-VERBS = ["returns", "opens", "closes", "copies", "checks", "joins", "splits", "sorts"]
+    monkeypatch.setattr(collect_documentation, "PACKAGES", ("nosuch.sub", "nosuch", "json"))
+    monkeypatch.setattr(collect_documentation, "collect", names_only)
+    monkeypatch.setattr(sys, "argv", ["tool", "--output", str(out)])
+    collect_documentation.main()
+    printed = capsys.readouterr().out
+    assert printed.endswith(", json\n") and "nosuch" not in printed
 
 
 def corpus(documents=80):
     rng = random.Random(0)
-    return [
-        " ".join(
-            f"The {rng.choice(NOUNS)} {rng.choice(VERBS)} a {rng.choice(NOUNS)} number {document}x "
-            f"before the {rng.choice(NOUNS)}, {rng.choice(VERBS)} Python."
-            for _ in range(6)
-        )
-        for document in range(documents)
-    ]
+    nouns = ["parser", "table", "reader", "socket", "thread", "buffer", "module", "client", "server", "window"]
+    verbs = ["returns", "opens", "closes", "copies", "checks", "joins", "splits", "sorts"]
+    texts = []
+    for document in range(documents):
+        found = []
+        for _ in range(6):
+            begin = f"The {rng.choice(nouns)} {rng.choice(verbs)} a {rng.choice(nouns)} number {document}x "
+            found.append(f"{begin}before the {rng.choice(nouns)}, {rng.choice(verbs)} Python.")
+        texts.append(" ".join(found))
+    return texts
 
 
-def test_sentences_are_whole_prose_of_6_to_30_words():
+def test_sentences_are_whole_prose_of_6_to_30_words_and_a_swap_moves_two_inner_words_that_differ():
     text = "Too short. This one has as many words as are needed.\nMany " + "words " * 40 + "end.\n"
     text += "Code = x[1] + y[2] is not a sentence of prose.\nThis line has no full stop in it"
     assert sentences(text) == ["This one has as many words as are needed."]
-
-
-def test_a_swap_moves_two_inner_words_that_differ_and_nothing_else():
     sentence = "Opens the file, reads every Line and closes it quietly."
     for seed in range(50):
-        changed = swap(sentence, random.Random(seed))
-        old, new = sentence.split(), changed.split()
-        moved = [index for index in range(len(old)) if old[index] != new[index]]
-        assert len(moved) == 2
-        assert old[moved[0]] == new[moved[1]] and old[moved[1]] == new[moved[0]]
-        assert not {0, 2, 5, len(old) - 1} & set(moved)  # first, with a comma, with a capital, last
+        old, new = sentence.split(), swap(sentence, random.Random(seed)).split()
+        first, second = [index for index in range(len(old)) if old[index] != new[index]]
+        assert (old[first], old[second]) == (new[second], new[first])
+        assert not {0, 2, 5, len(old) - 1} & {first, second}  # first, with a comma, with a capital, last
     assert swap("Very much much much much much.", random.Random(0)) is None
 
 
-def test_every_sentence_comes_once_as_it_is_and_once_changed_in_one_of_the_files():
+def test_every_sentence_comes_once_as_it_is_and_once_changed_in_one_of_the_files(tmp_path, monkeypatch):
     train, dev = make_task(corpus(), train=100, dev=30, seed=1)
-    assert len(train) == 100
-    assert len(dev) == 30
+    assert (len(train), len(dev)) == (100, 30)
     for rows in (train, dev):
         assert Counter(label for _, label in rows) == {"real": len(rows) // 2, "swapped": len(rows) // 2}
     forms = [Counter((" ".join(sorted(s.split())), label) for s, label in rows) for rows in (train, dev)]
@@ -263,31 +224,19 @@ def test_every_sentence_comes_once_as_it_is_and_once_changed_in_one_of_the_files
     real = {sentence for text in corpus() for sentence in sentences(text)}
     assert all((sentence in real) == (label == "real") for sentence, label in train + dev)
     assert make_task(corpus(), 100, 30, 1) == (train, dev) != make_task(corpus(), 100, 30, 2)
-
-
-def test_training_and_development_documents_differ():
-    train, dev = make_task(corpus(), train=1000, dev=40, seed=1)
-    documents = [
-        {word for sentence, _ in rows for word in sentence.split() if word.endswith("x")} for rows in (train, dev)
-    ]
-    assert documents[0] and documents[1]
-    assert not documents[0] & documents[1]
-
-
-def test_the_files_are_a_task_of_named_labels(tmp_path, monkeypatch):
-    from megatron_ddrp.tasks.finetune.options import TaskFiles
-    from megatron_ddrp.tasks.finetune.task_files import read_task
-
-    path = tmp_path / "corpus.txt"
+    of_train, of_dev = (  # documents
+        {word for sentence, _ in rows for word in sentence.split() if word.endswith("x")}
+        for rows in make_task(corpus(), train=1000, dev=40, seed=1)
+    )
+    assert of_train and of_dev and not of_train & of_dev
+    path, out = tmp_path / "corpus.txt", tmp_path / "word-order"
     path.write_text("\n\n".join(corpus()))
-    out = tmp_path / "word-order"
     sizes = ["--train-rows", "100", "--dev-rows", "20"]
     monkeypatch.setattr("sys.argv", ["swap_words.py", "--input", str(path), "--output-dir", str(out), *sizes])
     swap_words.main()
     data = read_task(TaskFiles(train=out / "train.csv", valid=out / "valid.csv"))
     assert (data.task.name, data.task.metric, data.task.labels) == ("word-order", "accuracy", ("real", "swapped"))
-    assert data.baseline == 0.5
     real = {sentence for text in corpus() for sentence in sentences(text)}
-    for examples, count in ((data.train, 100), (data.dev["valid"], 20)):
-        assert len(examples) == count
-        assert all((example.texts[0] in real) == (example.label == 0) for example in examples)
+    assert data.baseline == 0.5 and (len(data.train), len(data.dev["valid"])) == (100, 20)
+    for example in (*data.train, *data.dev["valid"]):
+        assert (example.texts[0] in real) == (example.label == 0)

@@ -14,9 +14,7 @@ from megatron_ddrp.lab.compare import command
 from tools import site_pages
 from tools.site_pages import CODE, LINK, ROOT, compared_files, repository_path, with_site_links
 
-DOCUMENTS = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
-)
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
@@ -42,21 +40,16 @@ def broken_links(text: str, source: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
-    assert broken_links(document.read_text(encoding="utf-8"), str(document.relative_to(ROOT))) == []
-
-
-def test_a_broken_link_is_found() -> None:
-    text = (
-        "[a](data.md) [b](data.md#no-such) [c](none.md) [d](#data) [e](../README.md) `[f](none.md)` [g](https://x.y/z)"
-    )
+def test_every_link_leads_to_a_file_and_a_heading_and_a_broken_one_is_found() -> None:
+    for document in DOCUMENTS:
+        assert broken_links(document.read_text(encoding="utf-8"), str(document.relative_to(ROOT))) == [], document
+    text = "[a](data.md) [b](data.md#no-such) [c](none.md) [d](#data) [e](../README.md) `[f](none.md)` [g](https://x.y)"
     assert broken_links(text, "docs/data.md") == ["data.md#no-such", "none.md"]
 
 
-@pytest.mark.parametrize(
-    ("source", "link", "expected"),
-    [
+def test_a_link_leads_to_the_page_or_to_a_copy_of_the_file_and_to_no_file_it_is_a_warning(caplog) -> None:
+    """A warning fails the build. Code and HTML keep their words and links."""
+    for source, link, expected in (
         ("README.md", "docs/data.md#data", "data.md#data"),
         ("README.md", "CONTRIBUTING.md", "contributing.md"),
         ("README.md", "LICENSE", "LICENSE"),
@@ -67,21 +60,13 @@ def test_a_broken_link_is_found() -> None:
         ("docs/lab/page.md", "../../build/ladder/page.html", "ladder/page.html"),
         ("docs/data.md", "#data", "#data"),
         ("docs/data.md", "https://arxiv.org/abs/1810.04805", "https://arxiv.org/abs/1810.04805"),
-    ],
-)
-def test_a_link_leads_to_the_page_or_to_a_copy_of_the_file(source: str, link: str, expected: str) -> None:
-    assert with_site_links(f"see [it]({link})", source) == f"see [it]({expected})"
-
-
-def test_code_and_html_keep_their_words_and_links() -> None:
+    ):
+        assert with_site_links(f"see [it]({link})", source) == f"see [it]({expected})"
     text = "`[a](../LICENSE)`\n\n```\n[b](../LICENSE)\n```\n\n    [c](../LICENSE)\n"
     assert with_site_links(text, "docs/data.md") == text
-    assert with_site_links('<img src="docs/figures/electra_wiki.png">', "README.md") == (
-        '<img src="figures/electra_wiki.png">'
-    )
-
-
-def test_a_link_to_no_file_is_a_warning_which_fails_the_build(caplog) -> None:
+    figure = with_site_links('<img src="docs/figures/electra_wiki.png">', "README.md")
+    assert figure == '<img src="figures/electra_wiki.png">'
+    caplog.clear()
     with_site_links("[a](../data.md) [b](../../build/ladder/tables/none.csv)", "docs/lab/results-tables.md")
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "none.csv, which is no file" in record.getMessage()
@@ -89,9 +74,8 @@ def test_a_link_to_no_file_is_a_warning_which_fails_the_build(caplog) -> None:
 
 def test_a_comparison_is_made_again_if_its_rows_or_the_package_have_changed(tmp_path, monkeypatch) -> None:
     made, now = [], time.time()
-    rows, module, compiled = (
-        tmp_path / file for file in ("docs/ladder/one.jsonl", "megatron_ddrp/one.py", "megatron_ddrp/one.pyc")
-    )
+    names = ("docs/ladder/one.jsonl", "megatron_ddrp/one.py", "megatron_ddrp/one.pyc")
+    rows, module, compiled = (tmp_path / name for name in names)
 
     def compare(words: list[str]) -> None:
         made.append(words)
@@ -127,10 +111,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     front = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert 'href="data.html"' in front and (tmp_path / "figures" / "electra_wiki.png").exists()
-    assert (tmp_path / "examples" / "compare" / "ladder.yaml").read_text() == (
-        ROOT / "examples" / "compare" / "ladder.yaml"
-    ).read_text()
-    assert (tmp_path / "lab" / "ladder" / "page.html").read_bytes() == (ROOT / "build/ladder/page.html").read_bytes()
+    for copy, file in (("examples/compare/ladder.yaml",) * 2, ("lab/ladder/page.html", "build/ladder/page.html")):
+        assert (tmp_path / copy).read_bytes() == (ROOT / file).read_bytes()
     tables = (tmp_path / "lab" / "results-tables.html").read_text(encoding="utf-8")
     linked = re.findall(r'href="((?:ladder|fast|plateau)/[^"]+)"', tables)
     assert len(linked) > 20 and all((tmp_path / "lab" / file).is_file() for file in linked)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -22,43 +23,34 @@ ROWS = [
     {"iteration": 100, "loss": 6.6, "lm_loss": 6.5, "tcd_loss": 0.1, "hcd_loss": 0.0, "step_time": 0.4},
     {"iteration": 200, "valid_lm_loss": 6.0},
 ]
+VALIDATED = {"iteration": 100, "valid_lm_loss": 6.0, "valid_rtd_loss": 0.3, "valid_rtd_accuracy": 0.91}
 ELECTRA = [
     {"iteration": 1, "lm_loss": 9.0, "rtd_loss": 0.7},
-    {
-        **{"iteration": 100, "valid_lm_loss": 6.0, "valid_rtd_loss": 0.3},
-        **{"valid_rtd_accuracy": 0.91, "valid_rtd_recall": 0.25, "valid_replaced_share": 0.125},
-    },
+    VALIDATED | {"valid_rtd_recall": 0.25, "valid_replaced_share": 0.125},
 ]
 
 
 def text_of(rows, beside=None, **extras):
     """Return the page of one run, or of a run and others beside it."""
     runs = {"runs/own": rows, **(beside or {})}
-    return run_report.page(
-        runs,
-        {name: run_report.facts(Path("nowhere"), rows) for name, rows in runs.items()},
-        {"Curves": "l.png"},
-        **extras,
-    )
+    facts = {name: run_report.facts(Path("nowhere"), rows) for name, rows in runs.items()}
+    return run_report.page(runs, facts, {"Curves": "l.png"}, **extras)
 
 
-def test_series_and_running_means_hold_what_was_logged():
+def test_series_and_running_means_hold_what_was_logged_and_few_points_are_drawn_as_points():
     assert run_report.series(ROWS, "valid_lm_loss") == [(100, 7.0), (200, 6.0)]
     assert run_report.series(ROWS, "rtd_loss") == []
     assert run_report.Curve("", "lm_loss", factor=100).training_curve(ROWS) == [(1, 900.0), (100, 650.0)]
     values = [(10, 1.0), (20, 2.0), (30, 6.0), (40, 1.0)]
     assert run_report.running_mean(values, 3) == [(20, 3.0), (30, 3.0)]
     assert run_report.running_mean(values[:2], 3) == []
-
-
-@pytest.mark.parametrize(("points", "marker"), [(1, "."), (3, "."), (4, None)])
-def test_few_points_are_drawn_as_points(points, marker):
-    """A line through one point is invisible, and one through three is short."""
-    axis, values = MagicMock(), [(step, 1.0) for step in range(points)]
-    plotting.draw_line(axis, plotting.Line(values, {"color": "b"}))
-    assert axis.plot.call_args.kwargs.get("marker") == marker
-    plotting.draw_line(axis, plotting.Line(values, {"marker": "s"}))
-    assert axis.plot.call_args.kwargs["marker"] == "s", "a run's own marker stays"
+    # a line through one point is invisible, and one through three is short
+    for points, marker in ((1, "."), (3, "."), (4, None)):
+        axis, values = MagicMock(), [(step, 1.0) for step in range(points)]
+        plotting.draw_line(axis, plotting.Line(values, {"color": "b"}))
+        assert axis.plot.call_args.kwargs.get("marker") == marker
+        plotting.draw_line(axis, plotting.Line(values, {"marker": "s"}))
+        assert axis.plot.call_args.kwargs["marker"] == "s", "a run's own marker stays"
 
 
 def test_the_report_says_when_the_run_left_the_plateau(tmp_path):
@@ -66,26 +58,38 @@ def test_the_report_says_when_the_run_left_the_plateau(tmp_path):
     rows = [{"iteration": n, "consumed_tokens": n * 10**6, "lm_loss": loss} for n, loss in enumerate(losses, 1)]
     assert "plateau" not in dict(run_report.facts(tmp_path, rows))  # a run of an earlier version
     store_level(tmp_path, 7.0)
-    assert dict(run_report.facts(tmp_path, rows))["plateau"] == "left after 3,000,000 tokens"
-    assert dict(run_report.facts(tmp_path, rows[:2]))["plateau"] == "not left yet (docs/lab/plateau.md)"
-    branch = dict(run_report.facts(tmp_path, rows[2:]))["plateau"]  # and so begins an imported encoder
-    assert branch == "never on it: it began from trained weights (docs/lab/plateau.md)"
+    for part, told in (
+        (rows, "left after 3,000,000 tokens"),
+        (rows[:2], "not left yet (docs/lab/plateau.md)"),
+        (rows[2:], "never on it: it began from trained weights (docs/lab/plateau.md)"),  # so begins an imported encoder
+    ):
+        assert dict(run_report.facts(tmp_path, part))["plateau"] == told
 
 
 def test_the_report_says_where_the_loss_ended():
     scores = "# GLUE development scores\n\n| encoder |\n"
     text = text_of(ROWS, unigram=6.5, scores=scores, remark="Mind this.", commands="one\ntwo\n")
-    assert "| masked-LM loss (nats), training | 9.000 | 6.500 | 100 |" in text
-    assert "| masked-LM loss (nats), validation | 7.000 | 6.000 | 200 |" in text
-    assert "| perplexity, validation | 1,097 | 403 | 200 |" in text
-    assert "| HCD: mean cosine of heads, training | 0.100 | 0.000 | 100 |" in text
-    assert "unigram level of this corpus is 6.500 nats; the last validation loss is 0.500 nats below it" in text
-    assert "\n## Fine-tuning\n\nMind this.\n\n### GLUE development scores\n\n| encoder |\n\n## Commands" in text
-    assert "```\none\ntwo\n```" in text
-    assert "| torch |" in text
+    for line in (
+        "| masked-LM loss (nats), training | 9.000 | 6.500 | 100 |",
+        "| masked-LM loss (nats), validation | 7.000 | 6.000 | 200 |",
+        "| perplexity, validation | 1,097 | 403 | 200 |",
+        "| HCD: mean cosine of heads, training | 0.100 | 0.000 | 100 |",
+        "unigram level of this corpus is 6.500 nats; the last validation loss is 0.500 nats below it",
+        "\n## Fine-tuning\n\nMind this.\n\n### GLUE development scores\n\n| encoder |\n\n## Commands",
+        "```\none\ntwo\n```",
+        "| torch |",
+    ):
+        assert line in text
+    assert "1.000 nats above it" in text_of(ROWS, unigram=5.0)
+    text = text_of(ELECTRA)  # which is measured by the majority
+    assert "| RTD accuracy (%), validation | 91.000 | 91.000 | 100 |" in text
+    assert "| majority: every token an original (%) | 87.500 | 87.500 | 100 |" in text
+    own, theirs = (run_report.logged_panels(run_report.LEARNING, {"": rows}) for rows in (ROWS, ELECTRA))
+    assert [panel.training for panel in own] == ["tcd_loss", "hcd_loss"]
+    assert [panel.validation for panel in theirs] == ["valid_rtd_loss", "valid_rtd_accuracy", "valid_rtd_recall"]
 
 
-def test_each_run_has_its_lines_names_stand_as_they_are_and_what_did_not_learn_is_told_so():
+def test_each_run_has_its_lines_and_its_losss_own_name_and_names_stand_as_they_are():
     text = text_of(ROWS, {"runs/bert": ROWS[:2]})
     assert "| masked-LM loss (nats), training of runs/own | 9.000 | 6.500 | 100 |" in text
     assert "| masked-LM loss (nats), training of runs/bert | 9.000 | 9.000 | 1 |" in text
@@ -93,27 +97,9 @@ def test_each_run_has_its_lines_names_stand_as_they_are_and_what_did_not_learn_i
     text = text_of(ROWS, {"<script>|x": ROWS[:2]}, commands="echo '```' '<b>'\n")
     assert r"| masked-LM loss (nats), validation of &lt;script&gt;\|x | 7.000 | 7.000 | 100 |" in text
     assert "\n````\necho '```' '<b>'\n````\n" in text
-    assert "1.000 nats above it" in text_of(ROWS, unigram=5.0)
-
-
-def test_an_electra_run_is_measured_by_the_majority():
-    text = text_of(ELECTRA)
-    assert "| RTD accuracy (%), validation | 91.000 | 91.000 | 100 |" in text
-    assert "| majority: every token an original (%) | 87.500 | 87.500 | 100 |" in text
-    assert [panel.validation for panel in run_report.logged_panels(run_report.LEARNING, {"": ELECTRA})] == [
-        *("valid_rtd_loss", "valid_rtd_accuracy", "valid_rtd_recall")
-    ]
-    assert [panel.training for panel in run_report.logged_panels(run_report.LEARNING, {"": ROWS})] == [
-        "tcd_loss",
-        "hcd_loss",
-    ]
-
-
-def test_each_runs_loss_has_its_own_name_beside_an_electra():
     assert run_report.loss_panel({"b": ELECTRA}).label == "generator's loss [nats]"
     assert run_report.loss_panel({"a": ROWS, "b": ELECTRA}).label == "masked-LM loss (ELECTRA: the generator's) [nats]"
-    generator = [row | {"valid_lm_loss": 6.0} for row in ELECTRA]
-    text = text_of(ROWS, {"electra": generator})
+    text = text_of(ROWS, {"electra": [row | {"valid_lm_loss": 6.0} for row in ELECTRA]})
     assert "| masked-LM loss (nats), validation of runs/own |" in text
     assert "| generator's loss (nats), validation of electra |" in text
     assert "generator's loss (nats), validation of runs/own" not in text
@@ -133,15 +119,16 @@ def test_the_head_tells_what_was_trained_and_for_how_long(tmp_path):
     config = Config().replace(model=sizes | {"relative_distance": 4}, training={"global_batch_size": 32})
     save_config(config, tmp_path)
     found = dict(run_report.facts(tmp_path, rows))
-    assert found["model"] == "ddrp + mth" and found["steps"] == "10 of 1,000,000"
-    assert found["size"] == "1 layer x 8, 2 heads, 100 pieces"
-    assert found["batch"] == "32 sequences x 16 tokens = up to 512 per step"
+    assert {name: found[name] for name in ("model", "steps", "size", "batch")} == {
+        **{"model": "ddrp + mth", "steps": "10 of 1,000,000", "size": "1 layer x 8, 2 heads, 100 pieces"},
+        "batch": "32 sequences x 16 tokens = up to 512 per step",
+    }
     assert int(found["parameters"].split(" ")[0].replace(",", "")) > 100 * 8
     (tmp_path / "config.json").write_text("{")
     assert dict(run_report.facts(tmp_path, rows))["model"].startswith("unknown: ")
 
 
-def test_runs_beside_have_training_and_validation_curves():
+def test_runs_beside_have_training_and_validation_curves_in_a_figure(tmp_path):
     runs = {"runs/own": ROWS, "runs/bert": ROWS[:2], "runs/tnf": ROWS}
     styles = run_report.styles_of(runs)
     lines = run_report.panel_of(run_report.loss_panel(runs), runs, styles).lines
@@ -149,38 +136,31 @@ def test_runs_beside_have_training_and_validation_curves():
     curves = [(line.style["color"], len(line.points)) for line in lines]
     assert curves == [(own, 2), (own, 2), (bert, 1), (bert, 1), (tnf, 2), (tnf, 2)]
     assert len({own, bert, tnf}) == 3
-
-
-@pytest.mark.parametrize(
-    "rows", [ROWS, ELECTRA, [{"iteration": 1, "lm_loss": 9.0}]], ids=["mth", "electra", "one plain step"]
-)
-def test_the_figure_is_a_png(tmp_path, rows):
     pytest.importorskip("matplotlib")
-    runs = {"own": rows, "another": ROWS, "of one step": ROWS[:1]}
-    plotting.save_figures(tmp_path, {"losses.png": lambda: run_report.draw_losses(runs, 6.5)})
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    for name, rows in {"mth": ROWS, "electra": ELECTRA, "plain": [{"iteration": 1, "lm_loss": 9.0}]}.items():
+        runs = {"own": rows, "another": ROWS, "of one step": ROWS[:1]}
+        plotting.save_figures(tmp_path, {f"{name}.png": partial(run_report.draw_losses, runs, 6.5)})
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
 
 
-@pytest.mark.parametrize(
-    ("lowest", "highest", "ticks"),
-    [
+def test_perplexities_are_few_and_round_and_the_unigram_level_is_the_entropy_of_the_pieces(tmp_path, monkeypatch):
+    for lowest, highest, ticks in (
         (5, 2e4, [10, 100, 1000, 10_000]),
         (40, 400, [50, 100, 200]),
         (2100, 3900, [2500, 3000, 3500]),
         (2100, 2900, [2200, 2400, 2600, 2800]),
         (2110, 2410, [2200, 2300, 2400]),
-    ],
-)
-def test_perplexities_are_few_and_round(lowest, highest, ticks):
-    assert run_report.perplexity_ticks(lowest, highest) == pytest.approx(ticks)
-
-
-def test_no_range_of_perplexities_has_a_crowd_of_ticks():
+    ):
+        assert run_report.perplexity_ticks(lowest, highest) == pytest.approx(ticks)
     ranges = [(10**low, 10 ** (low + width)) for low in np.linspace(0, 1, 50) for width in np.linspace(0.05, 3.9, 200)]
     assert max(len(run_report.perplexity_ticks(*limits)) for limits in ranges) <= 8
+    write_dataset(tmp_path / "p", [[[1, 1]], [[7, 5]]])
+    for chunk in (1, 2, 100):
+        monkeypatch.setattr("megatron_ddrp.data.dataset.indexed_dataset.CHUNK_TOKENS", chunk)
+        assert run_report.unigram_level(tmp_path / "p") == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
 
 
-def test_the_cosines_of_training_stand_beside_those_of_validation():
+def test_the_cosines_of_training_stand_beside_those_of_validation_and_speed_is_drawn_where_it_was_logged(tmp_path):
     """TCD's is f(S) and HCD's f(H); every other term's validation has its own name."""
     for panel in run_report.LEARNING:
         training = {"iteration": 10, "tcd_loss": 1.0, "hcd_loss": 2.0, panel.training: 3.0}
@@ -190,9 +170,6 @@ def test_the_cosines_of_training_stand_beside_those_of_validation():
         assert panel.validation_curve([training, validation]) == [(20, expected * panel.factor)], panel.label
     names = {term.name: term.similarity for term in make_objective(ObjectiveConfig(objective="mth")).terms}
     assert names == {"lm_loss": None, "tcd_loss": "token_similarity", "hcd_loss": "head_similarity"}
-
-
-def test_speed_and_memory_are_drawn_where_they_were_logged(tmp_path):
     rows = [{"iteration": step, "peak_memory_gib": gib} for step, gib in ((1, 0.5), (2, 0.75), (3, 0.25))]
     (memory,) = run_report.logged_panels(run_report.SPEED, {"own": rows})
     assert memory.label == "peak memory [GiB]" and memory.training_curve(rows) == [(1, 0.5), (2, 0.75), (3, 0.25)]
@@ -209,7 +186,7 @@ def write_metrics(folder, rows):
     return folder
 
 
-def test_no_run_is_dropped_in_silence(tmp_path, capsys):
+def test_no_run_is_dropped_in_silence_and_damaged_files_are_named(tmp_path, capsys):
     own, other, odd = (write_metrics(tmp_path / name, ROWS) for name in ("own", "other", "odd"))
     write_metrics(odd, [{"iteration": 1, "lr": 0.1}])
     assert list(run_report.read_runs(own, [other, odd, tmp_path / "x" / ".." / "own"])) == [own, other, odd]
@@ -217,13 +194,20 @@ def test_no_run_is_dropped_in_silence(tmp_path, capsys):
     assert first.endswith("own: left out, it is in the report already")
     assert second == f"{odd / 'metrics.jsonl'}: no losses in it; the figure has no curve of this run"
     refused("--beside takes the --save folder", run_report.read_runs, own, [tmp_path / "nothing"])
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 100])
-def test_the_unigram_level_is_the_entropy_of_the_pieces(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr("megatron_ddrp.data.dataset.indexed_dataset.CHUNK_TOKENS", chunk)
-    write_dataset(tmp_path / "p", [[[1, 1]], [[7, 5]]])
-    assert run_report.unigram_level(tmp_path / "p") == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
+    file, table = write_metrics(tmp_path, ROWS) / "metrics.jsonl", tmp_path / "table.md"
+    assert run_report.read_metrics(tmp_path) == ROWS
+    assert not capsys.readouterr().err
+    file.write_text(file.read_text() + '{"iteration": 7, "lo')  # what a run has half written
+    assert run_report.read_metrics(tmp_path) == ROWS
+    assert capsys.readouterr().err == f"{file}: left out the half line at its end\n"
+    for content in (b"", b"{"):
+        file.write_bytes(content)
+        refused("is empty", run_report.read_metrics, tmp_path)
+    file.unlink()
+    refused("no such file", run_report.read_metrics, tmp_path)
+    for content, message in ((b"a\xff", "table.md.*byte 1 is not UTF-8"), (b" \n", "table.md.*is empty")):
+        table.write_bytes(content)
+        refused(message, run_report.read_words, table)
 
 
 def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path, monkeypatch):
@@ -234,28 +218,3 @@ def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path, monkeypatch)
     monkeypatch.setattr("sys.argv", ["training_report.py", *words])
     run_report.main()
     assert "\n### Fine-tuning scores\n" in (tmp_path / "out" / "report.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("read", "name", "content", "message"),
-    [
-        (run_report.read_words, "table.md", b"a\xff", "table.md.*byte 1 is not UTF-8"),
-        (run_report.read_words, "table.md", b" \n", "table.md.*is empty"),
-        (lambda file: run_report.read_metrics(file.parent), "metrics.jsonl", None, "no such file"),
-        (lambda file: run_report.read_metrics(file.parent), "metrics.jsonl", b"", "is empty"),
-        (lambda file: run_report.read_metrics(file.parent), "metrics.jsonl", b"{", "is empty"),
-    ],
-)
-def test_damaged_files_are_named(tmp_path, read, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    refused(message, read, tmp_path / name)
-
-
-def test_metrics_are_read(tmp_path, capsys):
-    file = write_metrics(tmp_path, ROWS) / "metrics.jsonl"
-    assert run_report.read_metrics(tmp_path) == ROWS
-    assert not capsys.readouterr().err
-    file.write_text(file.read_text() + '{"iteration": 7, "lo')  # what a run has half written
-    assert run_report.read_metrics(tmp_path) == ROWS
-    assert capsys.readouterr().err == f"{file}: left out the half line at its end\n"
