@@ -18,13 +18,11 @@ from tests.unit.model.tiny import twin_encode, twin_last_norm
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 24, "init_method_std": 0.3}
 
 
-@pytest.fixture(scope="session")
-def run_folder(tiny_corpus, tmp_path_factory):
-    """A `--save` folder with checkpoints of steps 10 and 20, of random weights."""
-    folder = tmp_path_factory.mktemp("runs") / "ddrp"
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
-    config = Config().replace(model={**SIZES, "vocab_size": tokenizer.vocab_size}, data={"split": "80,20,0"})
-    for step in (10, 20):
+def save_run(folder, tokenizer, *steps, **changes):
+    """A `--save` folder with checkpoints of these steps, of random weights of a tiny model with `changes`."""
+    sizes = {**SIZES, "vocab_size": tokenizer.vocab_size, **changes}
+    config = Config().replace(model=sizes, data={"split": "80,20,0"})
+    for step in steps:
         path = folder / checkpoint.tag(step)
         path.mkdir(parents=True)
         with torch.random.fork_rng([]):
@@ -39,8 +37,12 @@ def run_folder(tiny_corpus, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def run_folder(corpus_tokenizer, tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("runs") / "ddrp", corpus_tokenizer, 10, 20)
+
+
+@pytest.fixture(scope="session")
 def exported(run_folder, tmp_path_factory):
-    """The newest checkpoint of `run_folder` as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("exports") / "export"
     export_checkpoint(run_folder, folder)
     return folder

@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp import checkpoint
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.lab.analysis import command as analyze
-from megatron_ddrp.model import build_model
 from tests.refusals import refused, wrong_arguments
-from tests.unit.lab.analysis.conftest import is_png
-
-ROOT = Path(__file__).parents[4]
+from tests.unit.lab.analysis.conftest import is_png, save_run
 
 
 def test_self_similarity_covers_every_checkpoint_and_export(run_folder, exported, analyze_main, tmp_path, capsys):
@@ -32,40 +28,19 @@ def test_self_similarity_covers_every_checkpoint_and_export(run_folder, exported
     assert "ddrp step 20: f(S)" in capsys.readouterr().out
 
 
-def save_run(folder, run_folder, tokenizer, **changes):
-    """A run of step 1 with random weights, like `run_folder` but with `changes` to its model."""
-    config = checkpoint.read_config(run_folder / "iter_0000020").replace(model=changes)
-    path = folder / checkpoint.tag(1)
-    path.mkdir(parents=True)
-    files = {checkpoint.WEIGHTS: checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)}
-    checkpoint.write_state(path, {"iteration": 1, "files": files, "config": config.to_dict()})
-    tokenizer.save(folder / checkpoint.TOKENIZER)
-
-
-def test_a_plain_bert_is_read_too(run_folder, corpus_tokenizer, analyze_main, tmp_path):
-    save_run(tmp_path / "bert", run_folder, corpus_tokenizer, position_encoding="absolute")
+def test_a_plain_bert_is_read_too_and_direction_is_with_and_without_a_table(
+    run_folder, corpus_tokenizer, analyze_main, tmp_path, capsys
+):
+    save_run(tmp_path / "bert", corpus_tokenizer, 1, position_encoding="absolute")
     export_checkpoint(tmp_path / "bert", tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "bert"
     more = ("--sentences", 20, "--split", "80,20,0")
     rows = analyze_main("self-similarity", [tmp_path / "bert", tmp_path / "hf"], tmp_path / "f.json", *more)
     ours, theirs = rows["checkpoints"]
     assert theirs["token_similarity"] == pytest.approx(ours["token_similarity"], rel=1e-5)
-
-
-def test_triangle_takes_the_newest_checkpoint(run_folder, analyze_main, tmp_path):
     pytest.importorskip("matplotlib")
-    result = analyze_main("triangle", run_folder, tmp_path / "t.png", "--sentences", 30, "--threshold", 0.45)
-    [model] = result["models"]
-    assert (model["iteration"], model["sentences"], result["threshold"]) == (20, 30, 0.45)
-    assert [layer["layer"] for layer in model["layers"]] == [1, 2]
-    assert model["share"] == model["layers"][-1]["share"]
-    assert 0 < model["layers"][0]["group_1_up"] < 1
-    assert is_png(tmp_path / "t.png")
-
-
-def test_direction_with_and_without_a_table(run_folder, corpus_tokenizer, analyze_main, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    save_run(tmp_path / "nope", run_folder, corpus_tokenizer, position_encoding="nope", relative_distance=None)
+    capsys.readouterr()
+    save_run(tmp_path / "nope", corpus_tokenizer, 1, position_encoding="nope", relative_distance=None)
     loads = [run_folder, tmp_path / "nope"]
     result = analyze_main("direction", loads, tmp_path / "d.png", "--sentences", 40)
     ddrp, nope = result["models"]
@@ -89,42 +64,43 @@ def test_direction_with_and_without_a_table(run_folder, corpus_tokenizer, analyz
     assert [point["probe"] is None for point in short["distances"]] == [False] * 3 + [True] * 5
 
 
-def test_maps_of_groups_and_of_single_heads(run_folder, analyze_main, tmp_path):
+def test_triangle_takes_the_newest_checkpoint_and_maps_are_of_groups_or_of_single_heads(
+    run_folder, analyze_main, tmp_path
+):
     pytest.importorskip("matplotlib")
+    result = analyze_main("triangle", run_folder, tmp_path / "t.png", "--sentences", 30, "--threshold", 0.45)
+    [model] = result["models"]
+    assert (model["iteration"], model["sentences"], result["threshold"]) == (20, 30, 0.45)
+    assert [layer["layer"] for layer in model["layers"]] == [1, 2]
+    assert model["share"] == model["layers"][-1]["share"] and 0 < model["layers"][0]["group_1_up"] < 1
     groups = analyze_main("attention-maps", run_folder, tmp_path / "m.png", "--max-length", 16)
-    assert (groups["layer"], len(groups["maps"]), is_png(tmp_path / "m.png")) == (2, 3, True)
+    assert (groups["layer"], len(groups["maps"])) == (2, 3)
     assert [len(panel["map"]) for panel in groups["maps"]] == [16] * 3
     assert sum(groups["maps"][0]["map"][5]) == pytest.approx(1, abs=1e-4)
     assert groups["maps"][0]["up"] > groups["maps"][2]["up"] > groups["maps"][1]["up"]
     heads = analyze_main("attention-maps", run_folder, tmp_path / "h.json", "--layer", 1, "--head", 4, 2)
     assert [panel["name"] for panel in heads["maps"]] == ["head 4", "head 2"]
-    assert not (tmp_path / "h.png").exists()
+    assert is_png(tmp_path / "t.png") and is_png(tmp_path / "m.png") and not (tmp_path / "h.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("command", "more", "message"),
-    [
-        ("triangle", ("--threshold", 1.5), "--threshold is 1.5: it must lie in (0, 1]"),
-        ("triangle", ("--sentences", 0), "--sentences is 0: it must be at least 1"),
-        ("triangle", ("--max-length", 2), "--max-length is 2: it must be at least 3"),
-        ("triangle", ("--device", "tpu9"), "--device tpu9"),
-        ("attention-maps", ("--layer", 3), "--layer is 3: this model has 1 to 2"),
-        ("attention-maps", ("--head", 0), "--head is 0: it must be at least 1"),
-        ("attention-maps", ("--head", 5), "--head is 5: this model has 1 to 4"),
-        ("direction", ("--seed", -1), "--seed is -1: it must be at least 0"),
-        ("direction", ("--max-length", 4), "too few or too short to probe left and right"),
-        ("self-similarity", ("--split", "100,0,0"), "no sample in documents"),
-        ("throughput", ("--lengths", 2), "--lengths is 2: it must be at least 3"),
-        ("throughput", ("--rounds", 0), "--rounds is 0"),
-        ("throughput", ("--tokens", 0), "--tokens is 0"),
-    ],
-)
-def test_what_cannot_be_done_is_one_line(run_folder, analyze_main, tmp_path, command, more, message):
-    refused(re.escape(message), analyze_main, command, run_folder, tmp_path / "x.json", *more)
-    assert not (tmp_path / "x.json").exists()
-
-
-def test_other_outputs_and_folders_are_refused(run_folder, albert, analyze_main, tmp_path):
+def test_what_cannot_be_done_is_one_line(run_folder, albert, analyze_main, tmp_path):
+    for command, words, message in (
+        ("triangle", "--threshold 1.5", "--threshold is 1.5: it must lie in (0, 1]"),
+        ("triangle", "--sentences 0", "--sentences is 0: it must be at least 1"),
+        ("triangle", "--max-length 2", "--max-length is 2: it must be at least 3"),
+        ("triangle", "--device tpu9", "--device tpu9"),
+        ("attention-maps", "--layer 3", "--layer is 3: this model has 1 to 2"),
+        ("attention-maps", "--head 0", "--head is 0: it must be at least 1"),
+        ("attention-maps", "--head 5", "--head is 5: this model has 1 to 4"),
+        ("direction", "--seed -1", "--seed is -1: it must be at least 0"),
+        ("direction", "--max-length 4", "too few or too short to probe left and right"),
+        ("self-similarity", "--split 100,0,0", "no sample in documents"),
+        ("throughput", "--lengths 2", "--lengths is 2: it must be at least 3"),
+        ("throughput", "--rounds 0", "--rounds is 0"),
+        ("throughput", "--tokens 0", "--tokens is 0"),
+    ):
+        refused(re.escape(message), analyze_main, command, run_folder, tmp_path / "x.json", *words.split())
+        assert not (tmp_path / "x.json").exists()
     refused(r"ends in \.png or \.json", analyze_main, "triangle", run_folder, tmp_path / "x.svg")
     for more in ((), ("--data-path", "p", "--text", "t")):
         words = ["space", "--load", "r", "--output", "o.json", *more]
@@ -139,7 +115,7 @@ def test_other_outputs_and_folders_are_refused(run_folder, albert, analyze_main,
 
 def test_help_needs_no_torch():
     code = "import sys\nfrom megatron_ddrp.lab.analysis import command\nsys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[4], timeout=60).returncode == 0
 
 
 def test_encoders_of_two_vocabularies_share_one_figure(run_folder, albert, tiny_corpus, analyze_main, tmp_path, capsys):
@@ -158,13 +134,3 @@ def test_encoders_of_two_vocabularies_share_one_figure(run_folder, albert, tiny_
     printed = capsys.readouterr().out
     assert "albert, layer 3: f(S) " in printed
     assert printed.startswith("albert takes at most 20 tokens: the sentences of all models are cut to 20\n")
-
-
-def test_a_run_is_seen_as_by_self_similarity(run_folder, analyze_main, tmp_path):
-    more = ("--sentences", 40, "--max-length", 24)
-    spaces = analyze_main("space", run_folder, tmp_path / "s.json", *more)["checkpoints"]
-    papers = analyze_main("self-similarity", run_folder, tmp_path / "f.json", *more)["checkpoints"]
-    for row, paper in zip(spaces, papers, strict=True):
-        assert row["layers"][-1]["token_similarity"] == pytest.approx(paper["token_similarity"], rel=1e-5)
-        found = [layer["head_similarity"] for layer in row["layers"][1:]]
-        assert found == pytest.approx(paper["head_similarity_by_layer"], rel=1e-5)

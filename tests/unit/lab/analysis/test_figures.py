@@ -23,7 +23,7 @@ def model(request):
     return tiny_model(position_encoding=request.param).eval()
 
 
-def test_self_similarity_is_that_of_the_loops(model):
+def test_self_similarity_and_maps_are_those_of_the_loops(model):
     batches = [tiny_batch(LENGTHS), tiny_batch((5, 3), seed=1)]
     found = figures.measure_similarity(model, batches)
     pairs = [twin_sentences(model, batch, compared=True) for batch in batches]
@@ -33,26 +33,19 @@ def test_self_similarity_is_that_of_the_loops(model):
     assert found.token_similarity == pytest.approx(analyses.token_similarity(hidden), rel=1e-10)
     assert found.head_similarity_by_layer == pytest.approx(by_layer, rel=1e-9, abs=1e-11)
     assert found.head_similarity == pytest.approx(sum(by_layer) / 2, rel=1e-9, abs=1e-11)
-
-
-def test_pre_norm_self_similarity_looks_at_normalised_states():
-    model, batch = tiny_model(layernorm_position="pre", relative_table="per-layer").eval(), tiny_batch(LENGTHS)
-    hidden, _ = twin_sentences(model, batch)
-    found = figures.measure_similarity(model, [batch])
-    assert found.token_similarity == pytest.approx(analyses.token_similarity(hidden), rel=1e-10)
-
-
-def test_maps_are_softmax_of_the_logits_without_padding(model):
-    batch = tiny_batch(LENGTHS)
-    _, logits = twin_sentences(model, batch)
-    for number, maps in enumerate(figures.layer_maps(model, batch)):
-        for row, n in enumerate(LENGTHS):
+    _, logits = twin_sentences(model, batches[0])
+    for number, maps in enumerate(figures.layer_maps(model, batches[0])):
+        for row, n in enumerate(LENGTHS):  # softmax of the logits without padding
             expected = analyses.softmax(logits[row][number])
             torch.testing.assert_close(maps[row, :, :n, :n], expected, rtol=1e-9, atol=1e-12)
             assert not maps[row, :, n:].any() and not maps[row, :, :, n:].any()
 
 
-def test_maps_of_a_local_layer_are_those_of_its_window():
+def test_pre_norm_states_are_normalised_maps_of_a_local_layer_are_of_its_window_and_one_head_is_refused():
+    model, batch = tiny_model(layernorm_position="pre", relative_table="per-layer").eval(), tiny_batch(LENGTHS)
+    hidden, _ = twin_sentences(model, batch)
+    found = figures.measure_similarity(model, [batch])
+    assert found.token_similarity == pytest.approx(analyses.token_similarity(hidden), rel=1e-10)
     model, batch = tiny_model(local_attention=4, global_every=2).eval(), tiny_batch(LENGTHS)
     _, logits = twin_sentences(model, batch)
     whole, local = figures.layer_maps(model, batch)
@@ -60,19 +53,18 @@ def test_maps_of_a_local_layer_are_those_of_its_window():
         expected = analyses.softmax(attention.within_window(logits[0][number], window))
         torch.testing.assert_close(maps[0], expected, rtol=1e-9, atol=1e-12)
     assert local[0, :, 0, 2].gt(0).all() and not local[0, :, 0, 3].any()
+    model = tiny_model(num_attention_heads=1).eval()
+    refused("has one", figures.measure_similarity, model, [tiny_batch()])
+    refused("has one", figures.divide_heads, torch.zeros(1, 1), torch.zeros(1, 1))
 
 
-def test_triangle_shares_are_those_of_the_loops(model):
+def test_triangle_shares_and_mean_maps_are_those_of_the_loops(model):
     batch = tiny_batch((7, 6, 5, 4, 3, 2) * 2, seed=3)
     _, logits = twin_sentences(model, batch)
     for threshold in (0.35, 0.45):
-        found = figures.measure_triangles(model, [batch], threshold)
-        for number, layer in enumerate(found):
+        for number, layer in enumerate(figures.measure_triangles(model, [batch], threshold)):
             maps = [analyses.softmax(layers[number]) for layers in logits]
             assert layer.share == pytest.approx(analyses.triangle_share(maps, threshold))
-
-
-def test_mean_maps_are_those_of_the_loops(model):
     batch = tiny_batch((6, 6, 6), seq=6, seed=2)
     _, logits = twin_sentences(model, batch)
     sentences = [analyses.softmax(layers[0]) for layers in logits]
@@ -83,79 +75,52 @@ def test_mean_maps_are_those_of_the_loops(model):
         means = [analyses.mean_map(maps, own[place]) for maps, own in zip(sentences, chosen, strict=True)]
         np.testing.assert_allclose(panel.map, sum(means).numpy() / 3, rtol=1e-9)
         np.testing.assert_allclose(panel.map.sum(1), 1.0, rtol=1e-9)
-        sides = [analyses.up_and_down(mean) for mean in means]
-        assert panel.up == pytest.approx(sum(up for up, _ in sides) / 3)
-        assert panel.down == pytest.approx(sum(down for _, down in sides) / 3)
+        up, down = np.mean([analyses.up_and_down(mean) for mean in means], axis=0)
+        assert (panel.up, panel.down) == (pytest.approx(up), pytest.approx(down))
     [single] = figures.measure_maps(model, [batch], layer=2, heads=[3])
     np.testing.assert_allclose(single.map, sum(analyses.softmax(s[1])[2] for s in logits).numpy() / 3, rtol=1e-9)
     assert single.name == "head 3"
 
 
-RIGHT = torch.tensor([[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 1.0]])  # 3 of 4 above the diagonal
-LEFT = RIGHT.flip(0, 1)
-SELF = torch.eye(4)
-EVEN = torch.full((4, 4), 0.25)
-
-
-@pytest.mark.parametrize(
-    ("heads", "up", "down"),
-    [
-        ((RIGHT, LEFT), 0.75, 0.75),
-        ((LEFT, RIGHT), 0.75, 0.75),
-        ((RIGHT, SELF, LEFT), 0.75, 0.75),  # an odd number: the middle head is in neither group
-        ((RIGHT, EVEN, LEFT, SELF), (0.75 + 0.375) / 2, 0.375),  # ties keep their order: EVEN right, SELF left
-        ((RIGHT, RIGHT), 0.75, 0.0),
-        ((EVEN, EVEN), 0.375, 0.375),
-    ],
-)
-def test_algorithm_1_by_hand(heads, up, down):
-    maps = torch.stack(heads)
-    found_up, found_down = figures.triangle_parts(maps[None], torch.tensor([4]))
-    assert (found_up.item(), found_down.item()) == (pytest.approx(up), pytest.approx(down))
-    assert analyses.matches(maps.double(), 0.7) == (up >= 0.7 and down >= 0.7)
-
-
-def test_the_share_counts_misses_and_divides_by_each_sentences_own_length():
+def test_algorithm_1_by_hand_and_the_share_counts_misses_and_divides_by_each_sentences_own_length():
+    right = torch.tensor([[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 1.0]])  # 3 of 4 above the diagonal
+    left, itself, even = right.flip(0, 1), torch.eye(4), torch.full((4, 4), 0.25)
+    for heads, up, down in (
+        ((right, left), 0.75, 0.75),
+        ((left, right), 0.75, 0.75),
+        ((right, itself, left), 0.75, 0.75),  # an odd number: the middle head is in neither group
+        ((right, even, left, itself), (0.75 + 0.375) / 2, 0.375),  # ties keep their order: even right, itself left
+        ((right, right), 0.75, 0.0),
+        ((even, even), 0.375, 0.375),
+    ):
+        maps = torch.stack(heads)
+        found_up, found_down = figures.triangle_parts(maps[None], torch.tensor([4]))
+        assert (found_up.item(), found_down.item()) == (pytest.approx(up), pytest.approx(down))
+        assert analyses.matches(maps.double(), 0.7) == (up >= 0.7 and down >= 0.7)
     short = torch.zeros(2, 4, 4)
     short[0, :2, :2], short[1, :2, :2] = torch.tensor([[0.0, 1], [0, 1]]), torch.tensor([[1.0, 0], [1, 0]])
-    maps = torch.stack([torch.stack([RIGHT, LEFT]), short, torch.stack([EVEN, EVEN])])
+    maps = torch.stack([torch.stack([right, left]), short, torch.stack([even, even])])
     up, down = figures.triangle_parts(maps, torch.tensor([4, 2, 4]))
     assert up.tolist() == pytest.approx([0.75, 0.5, 0.375]) and down.tolist() == pytest.approx([0.75, 0.5, 0.375])
     sentences = [maps[0].double(), short[:, :2, :2].double(), maps[2].double()]
-    assert analyses.triangle_share(sentences, 0.7) == pytest.approx(1 / 3)
-    assert analyses.triangle_share(sentences, 0.5) == pytest.approx(2 / 3)
+    for threshold, share in ((0.7, 1 / 3), (0.5, 2 / 3)):
+        assert analyses.triangle_share(sentences, threshold) == pytest.approx(share)
 
 
-def test_a_model_of_one_head_is_refused():
-    model = tiny_model(num_attention_heads=1).eval()
-    refused("has one", figures.measure_similarity, model, [tiny_batch()])
-    refused("has one", figures.divide_heads, torch.zeros(1, 1), torch.zeros(1, 1))
-
-
-def test_a_single_checkpoint_stands_at_its_step_and_a_folder_without_step_is_a_line():
-    def row(run, step):
-        return {"run": run, "iteration": step, "layers": [{"layer": 1, **dict.fromkeys(figures.SPACE, 0.5)}]}
-
-    rows = [row("several", 500), row("several", 2000), row("one", 1500), row("hf", None)]
-    figure = figures.draw_space(rows)
+def test_a_single_checkpoint_stands_at_its_step_a_folder_without_step_is_a_line_and_throughput_needs_no_memory(
+    tmp_path,
+):
+    pytest.importorskip("matplotlib")
+    layers = [{"layer": 1, **dict.fromkeys(figures.SPACE, 0.5)}]
+    runs = [("several", 500), ("several", 2000), ("one", 1500), ("hf", None)]
+    figure = figures.draw_space([{"run": run, "iteration": step, "layers": layers} for run, step in runs])
     lines = [list(line.get_xdata()) for line in figure.axes[len(figures.DRAWN)].lines]
     assert lines == [[500, 2000], [1500], [0, 1]]  # 0 to 1 is the whole width, in parts of the axis
     figure.draw_without_rendering()
     assert all(axis.title.get_window_extent().width < 0.95 * axis.bbox.width for axis in figure.axes)
-
-
-def test_the_figure_does_without_memory(tmp_path):
-    pytest.importorskip("matplotlib")
     speed = Speed(64, 2, 100.0, 90.0, 110.0, None)
     save_figures(tmp_path, {"t.png": lambda: figures.draw_throughput([{"run": "mine", "lengths": [asdict(speed)]}])})
     assert is_png(tmp_path / "t.png")
-
-
-@pytest.mark.parametrize("encoding", ["ddrp", "bert-r", "deberta"])
-@pytest.mark.parametrize("tables", ["shared", "per-layer"])
-def test_cosines_are_those_of_the_loops(encoding, tables):
-    model = tiny_model(position_encoding=encoding, relative_table=tables).eval()
-    assert figures.table_cosines(model) == means_of_loops(model)
 
 
 def means_of_loops(model, local=False):
@@ -166,27 +131,24 @@ def means_of_loops(model, local=False):
     return [pytest.approx(sum(values) / len(values)) for values in expected]
 
 
-def test_ones_make_left_and_right_one():
+def test_cosines_are_those_of_the_loops_of_distances_that_occur_and_of_encodings_with_a_table():
+    for encoding in ("ddrp", "bert-r", "deberta"):
+        for tables in ("shared", "per-layer"):
+            model = tiny_model(position_encoding=encoding, relative_table=tables).eval()
+            assert figures.table_cosines(model) == means_of_loops(model), (encoding, tables)
     model = tiny_model(direction_init="ones").eval()
     model.embeddings.position.direction.data.fill_(1)
-    for left in (1, -1):
+    for left in (1, -1):  # ones make left and right one
         model.embeddings.position.direction.data[2] = left
         assert figures.table_cosines(model) == [pytest.approx(left, abs=1e-12)] * 3
-
-
-def test_cosines_are_of_distances_that_occur_and_of_encodings_with_a_table():
     deberta = {"position_encoding": "deberta-v2", "relative_distance": 16}
     for changes in ({"relative_distance": 20}, {"relative_distance": 20, "local_attention": 30}, deberta):
         assert len(figures.table_cosines(tiny_model(**changes).eval())) == 6  # rows of 7 tokens
     assert figures.table_cosines(tiny_model(position_encoding="bert-r", relative_distance=1).eval()) == []
     local = tiny_model(position_encoding="deberta", local_attention=4, global_every=2).eval()
     assert figures.table_cosines(local) == means_of_loops(local, local=True)
-    with_table = {"ddrp", "bert-r", "deberta", "deberta-v2"}
     found = {name for name in ENCODINGS if figures.table_cosines(tiny_model(position_encoding=name).eval()) is not None}
-    assert found == with_table
-
-
-def test_near_and_far():
+    assert found == {"ddrp", "bert-r", "deberta", "deberta-v2"}
     assert figures.near_and_far(None) == figures.near_and_far([]) == (None, None)
     assert figures.near_and_far([0.5, 0.3]) == (pytest.approx(0.4), pytest.approx(0.4))
     assert figures.near_and_far([1.0] * 8 + [0.0] * 8) == (1.0, 0.5)

@@ -29,9 +29,7 @@ def sentences(rows, seq=None):
     """A batch of rows of text tokens between [CLS] and [SEP]."""
     seq = seq or 2 + max(map(len, rows))
     ids = torch.tensor([[CLS, *row, SEP] + [0] * (seq - 2 - len(row)) for row in rows])
-    document_ids = (ids > 0).long()
-    nothing = torch.zeros_like(ids)
-    return Batch(ids, nothing - 1, document_ids, torch.arange(seq) * document_ids, nothing, nothing)
+    return Batch.of_texts(ids, (ids > 0).long())
 
 
 def cut(batch, size):
@@ -64,13 +62,21 @@ def test_the_probe_is_that_of_the_loops(encoding):
     assert None not in found.by_distance[:2] and found.by_distance[2:] == [None] * 6
 
 
-def test_keys_outside_a_window_are_left_out():
+def test_keys_outside_a_window_are_left_out_and_results_do_not_depend_on_the_batches():
     sizes = {"seq_length": 11, "local_attention": 4}
     batch = tiny_batch((11, 11, 10, 9, 8, 11), seq=11, seed=3)
     found = check_against_the_loops(tiny_model(**sizes, global_every=2).eval(), batch, [None, 2])
     assert [value is None for value in found.by_distance] == [False] * 4 + [True] * 4
     found = check_against_the_loops(tiny_model(**sizes, global_every=3, num_layers=3).eval(), batch, [None, 2, 2])
     assert None not in found.by_layer
+    batch, model = tiny_batch((7, 7, 6, 6, 5, 7, 4, 2), seed=2), tiny_model().eval()
+    whole = probe.measure_probe(model, lambda: [batch])
+    for size in (1, 3, 5):
+        assert probe.measure_probe(model, lambda size=size: cut(batch, size)) == whole
+    for lengths in ((4, 4, 3, 2), (7,), (7, 4), (4, 7)):
+        batches = [tiny_batch(lengths)]
+        refused("too few or too short .* larger --sentences or --max-length", probe.measure_probe, model, batches.copy)
+    assert probe.measure_probe(model, lambda: [tiny_batch((7, 7))]).error is None
 
 
 def measure_by_hand(monkeypatch, layers, window=None, lengths=None):
@@ -103,17 +109,12 @@ def test_a_known_direction_gives_1_and_symmetric_logits_give_half(monkeypatch):
     assert measure_by_hand(monkeypatch, [-constant]).by_distance == [1.0] * 8
     local = measure_by_hand(monkeypatch, [torch.randn(6, 2, 24, 24)], window=3)
     assert [value is None for value in local.by_distance] == [False] * 3 + [True] * 5
-
-
-def test_d_is_the_right_hand_logit_minus_the_left_hand_one_but_for_specials_and_padding(monkeypatch):
-    logits = torch.zeros(1, 1, 5, 5)
+    logits = torch.zeros(1, 1, 5, 5)  # d is the right-hand logit minus the left-hand one but for specials and padding
     logits[0, 0, 2] = torch.tensor([1.0, 10, 100, 1000, 10000])
     expected = torch.zeros(1, 1, 8, 5, dtype=torch.float64)
     expected[0, 0, 0, 2], expected[0, 0, 1, 2] = 990, 9999
     assert torch.equal(probe.differences(logits, None), expected)
-    place = torch.arange(24)
-    lengths = [24, 24, 12, 12, 9, 9]
-    right = (place - place[:, None]).sign().float().expand(6, 1, 24, 24).clone()
+    lengths, right = [24, 24, 12, 12, 9, 9], right.float().expand(6, 1, 24, 24).clone()
     for logits, n in zip(right, lengths, strict=True):
         for outside in (slice(0, 1), slice(n - 1, 24)):
             logits[:, outside] *= -50
@@ -121,7 +122,7 @@ def test_d_is_the_right_hand_logit_minus_the_left_hand_one_but_for_specials_and_
     assert measure_by_hand(monkeypatch, [right], lengths=lengths).by_distance == [1.0] * 8
 
 
-def test_without_positions_mirrored_sentences_are_told_at_chance():
+def test_without_positions_mirrored_and_shuffled_text_is_told_at_chance():
     rows = random_sentences(12, 14, 40)
     for place in range(1, 12, 4):  # 1 and 3, 5 and 7, 9 and 11 are scored: a sentence and its mirror image
         rows[place + 2] = rows[place][::-1]
@@ -131,30 +132,23 @@ def test_without_positions_mirrored_sentences_are_told_at_chance():
     assert nope.by_distance[:6] == [0.5] * 6 and nope.by_layer == [0.5, 0.5]
     assert alibi.by_layer[0] == 0.5  # layer 2 may know on which side [CLS] and [SEP] are
     assert rope.by_layer[0] > 0.5
-
-
-def test_of_shuffled_text_only_positions_tell():
     rows = [sorted(row) for row in random_sentences(160, 14, 40)]  # the order of the words tells a lot
-    sizes = {"seq_length": 16, "vocab_size": 40, "relative_distance": 16}
+    sizes = {"seq_length": 16, "vocab_size": 40}
     batches = cut(sentences(rows), 32)
-
-    def both(model):
-        measured = (lambda: batches, lambda: probe.shuffle_text(batches, seed=5))
-        return [probe.measure_probe(model.eval(), each) for each in measured]
-
-    text, shuffled = both(tiny_model(position_encoding="nope", seq_length=16, vocab_size=40))
+    nope = tiny_model(position_encoding="nope", **sizes).eval()
+    text = probe.measure_probe(nope, lambda: batches)
     assert text.accuracy > 0.5 + 4 * text.error
+    shuffled = probe.measure_probe(nope, lambda: probe.shuffle_text(batches, seed=5))
     assert abs(shuffled.accuracy - 0.5) < 4 * shuffled.error < 0.1
-    model = tiny_model(direction_init="free", **sizes)
+    model = tiny_model(direction_init="free", relative_distance=16, **sizes).eval()
     with torch.no_grad():
         model.embeddings.position.distance.mul_(10)
-    _, shuffled = both(model)
+    shuffled = probe.measure_probe(model, lambda: probe.shuffle_text(batches, seed=5))
     assert shuffled.accuracy > 0.5 + 4 * shuffled.error
 
 
 def test_shuffling_moves_only_text_and_depends_on_the_seed_alone():
-    rows = [list(range(TEXT, TEXT + n)) for n in (9, 8, 8, 5, 1, 0)]
-    whole = sentences(rows)
+    whole = sentences([list(range(TEXT, TEXT + n)) for n in (9, 8, 8, 5, 1, 0)])
 
     def orders(size, seed):
         batches = list(probe.shuffle_text(cut(whole, size), seed))
@@ -166,25 +160,9 @@ def test_shuffling_moves_only_text_and_depends_on_the_seed_alone():
     assert torch.equal(found, orders(4, seed=1)) and not torch.equal(found, orders(6, seed=2))
     assert torch.equal(found < TEXT, whole.input_ids < TEXT)
     assert torch.equal(found.sort(1).values, whole.input_ids.sort(1).values)
-    many = sentences([[TEXT, TEXT + 1, TEXT + 2]] * 600)
-    [shuffled] = probe.shuffle_text([many], seed=0)
+    [shuffled] = probe.shuffle_text([sentences([[TEXT, TEXT + 1, TEXT + 2]] * 600)], seed=0)
     counts = Counter(map(tuple, shuffled.input_ids.tolist()))
     assert len(counts) == 6 and min(counts.values()) > 64  # 100 expected, standard deviation 9
-
-
-def test_results_do_not_depend_on_the_batches():
-    batch, model = tiny_batch((7, 7, 6, 6, 5, 7, 4, 2), seed=2), tiny_model().eval()
-    whole = probe.measure_probe(model, lambda: [batch])
-    for size in (1, 3, 5):
-        assert probe.measure_probe(model, lambda size=size: cut(batch, size)) == whole
-
-
-def test_too_few_or_too_short_sentences():
-    model = tiny_model().eval()
-    for lengths in ((4, 4, 3, 2), (7,), (7, 4), (4, 7)):
-        batches = [tiny_batch(lengths)]
-        refused("too few or too short .* larger --sentences or --max-length", probe.measure_probe, model, batches.copy)
-    assert probe.measure_probe(model, lambda: [tiny_batch((7, 7))]).error is None
 
 
 SPECIALS = torch.tensor([9, 10])
@@ -201,24 +179,17 @@ def sentence_batches():
     return batches
 
 
-def text_states(model, number):
-    """The states of each sentence's tokens of text in a layer, `[n, D]` each."""
-    found = []
-    for batch in sentence_batches():
-        hidden = list(layer_states(model, batch))[number].hidden.double()
-        for row, ids in enumerate(batch.input_ids):
-            places = [p for p, i in enumerate(ids.tolist()) if batch.document_ids[row, p] and i not in SPECIALS]
-            found.append(hidden[row, places])
-    return found
-
-
 @pytest.mark.parametrize("changes", [{}, {"position_encoding": "rope", "layernorm_position": "pre"}])
 def test_every_layer_is_that_of_the_loops(changes):
     model = tiny_model(**changes).eval()
     found = probe.measure_space(model, sentence_batches, SPECIALS)
     assert [layer.layer for layer in found.layers] == [0, 1, 2]
     for layer in found.layers:
-        states = text_states(model, layer.layer)
+        states = []  # of each sentence's tokens of text, `[n, D]`
+        for batch in sentence_batches():
+            hidden = list(layer_states(model, batch))[layer.layer].hidden.double()
+            of_text = (batch.document_ids > 0) & ~torch.isin(batch.input_ids, SPECIALS)
+            states += [of_row[kept] for of_row, kept in zip(hidden, of_text, strict=True)]
         assert [len(each) for each in states] == [4, 2, 3, 4, 1]
         assert (found.tokens, layer.hidden_size) == (14, 12)
         for name, loop in (("within", analyses.within), ("between", analyses.between)):
@@ -231,8 +202,8 @@ def test_every_layer_is_that_of_the_loops(changes):
         assert layer.first_component_kurtosis == pytest.approx(kurtosis, rel=1e-6)
 
 
-def test_the_last_layer_has_the_f_s_and_f_h_of_self_similarity():
-    model = tiny_model(layernorm_position="pre", relative_table="per-layer").eval()
+def test_layers_run_from_the_embeddings_to_the_last_with_the_f_s_and_f_h_of_self_similarity():
+    model, batch = tiny_model(layernorm_position="pre", relative_table="per-layer").eval(), tiny_batch()
     found = probe.measure_space(model, sentence_batches, SPECIALS)
     paper = measure_similarity(model, sentence_batches())
     assert found.layers[-1].token_similarity == pytest.approx(paper.token_similarity, rel=1e-9)
@@ -240,10 +211,6 @@ def test_the_last_layer_has_the_f_s_and_f_h_of_self_similarity():
     assert [layer.head_similarity for layer in found.layers[1:]] == pytest.approx(paper.head_similarity_by_layer)
     found = probe.measure_space(tiny_model(num_attention_heads=1).eval(), sentence_batches, SPECIALS)
     assert [layer.head_similarity for layer in found.layers] == [None] * 3
-
-
-def test_layers_run_from_the_embeddings_to_the_last_hidden_states():
-    model, batch = tiny_model(layernorm_position="pre").eval(), tiny_batch()
     states = list(layer_states(model, batch))
     assert len(states) == 3 and not torch.allclose(states[1].hidden, states[2].hidden)
     nothing = Draws.none(len(batch.input_ids), 2)
@@ -251,7 +218,7 @@ def test_layers_run_from_the_embeddings_to_the_last_hidden_states():
     torch.testing.assert_close(states[2].hidden, encode(model, batch))
 
 
-def test_mean_cosine_and_isotropy_disagree_and_a_space_without_extent_has_neither():
+def test_mean_cosine_and_isotropy_disagree_and_a_space_without_extent_or_finite_states_has_neither():
     """A cloud that is the same in every direction, far from the origin, and one around it that is a line."""
     generator = torch.Generator().manual_seed(0)
     cloud = torch.randn(400, 4, generator=generator, dtype=torch.float64)
@@ -262,9 +229,6 @@ def test_mean_cosine_and_isotropy_disagree_and_a_space_without_extent_has_neithe
     for covariance, *scores in ((torch.zeros(3, 3), None, None), (torch.ones(1, 1), None, 1), (torch.eye(5), 1, 5)):
         found = [probe.isoscore(covariance), probe.effective_rank(covariance)]
         assert found == [score if score is None else pytest.approx(score) for score in scores]
-
-
-def test_states_that_are_not_finite_and_empty_sentences_are_one_line():
     model = tiny_model().eval()
     refused("fewer than two tokens of text", probe.measure_space, model, sentence_batches, torch.arange(11))
     model.layers[1].feed_forward_norm.weight.data.fill_(float("nan"))
@@ -289,7 +253,9 @@ def passes_of(monkeypatch, snapshots, lengths, peak=lambda timed, length, settin
     return measured, passes, len(advances)
 
 
-def test_encoders_take_turns_at_one_budget_of_tokens(run_folder, monkeypatch):
+def test_encoders_take_turns_at_full_rows_of_one_budget_of_tokens_and_quartiles_are_those_of_the_rounds(
+    run_folder, monkeypatch
+):
     snapshots = find_snapshots([run_folder, run_folder / "iter_0000010"], every=False)
     measured, passes, advances = passes_of(monkeypatch, snapshots, [8, 24])
     assert [(rows, length) for _, rows, length in passes] == [(6, 8)] * 10 + [(2, 24)] * 10
@@ -301,11 +267,15 @@ def test_encoders_take_turns_at_one_budget_of_tokens(run_folder, monkeypatch):
     assert (first.length, first.rows, first.memory_bytes) == (8, 6, 7)
     assert first.tokens_per_second == first.lower_quartile == first.upper_quartile == 6 * 8 / 0.5
     assert measured[0].weight_bytes == sum(p.numel() * 4 for p in measured[0].encoder.module.parameters())
-
-
-def test_quartiles_are_those_of_the_rounds():
     speed = probe._speed(10, 3, np.array([1.0, 2.0, 3.0, 5.0, 6.0]), None)
     assert (speed.lower_quartile, speed.tokens_per_second, speed.upper_quartile) == (6.0, 10.0, 15.0)
+    tokenizer = load_encoder(run_folder).tokenizer
+    batch = probe.full_batch(tokenizer, 3, 9, SETTING)
+    assert batch.input_ids.shape == (3, 9) and (batch.document_ids == 1).all()
+    assert (batch.input_ids[:, 0] == tokenizer.cls_id).all() and (batch.input_ids[:, -1] == tokenizer.sep_id).all()
+    assert not np.isin(batch.input_ids[:, 1:-1], tokenizer.special_ids).any()
+    assert batch.position_ids[2].tolist() == list(range(9))
+    assert (probe.full_batch(tokenizer, 3, 9, replace(SETTING, seed=2)).input_ids != batch.input_ids).any()
 
 
 def test_lengths_without_positions_or_memory_are_left_out_and_said(run_folder, monkeypatch):
@@ -326,16 +296,6 @@ def test_lengths_without_positions_or_memory_are_left_out_and_said(run_folder, m
         passes_of(monkeypatch, find_snapshots([run_folder], False), [8], another_fault)
 
 
-def test_batches_are_full_rows_of_pieces(run_folder):
-    tokenizer = load_encoder(run_folder).tokenizer
-    batch = probe.full_batch(tokenizer, 3, 9, SETTING)
-    assert batch.input_ids.shape == (3, 9) and (batch.document_ids == 1).all()
-    assert (batch.input_ids[:, 0] == tokenizer.cls_id).all() and (batch.input_ids[:, -1] == tokenizer.sep_id).all()
-    assert not np.isin(batch.input_ids[:, 1:-1], tokenizer.special_ids).any()
-    assert batch.position_ids[2].tolist() == list(range(9))
-    assert (probe.full_batch(tokenizer, 3, 9, replace(SETTING, seed=2)).input_ids != batch.input_ids).any()
-
-
 PLUGIN = """
 from pathlib import Path
 from megatron_ddrp.model.positions.absolute import Nope
@@ -348,7 +308,9 @@ Path(__file__).with_suffix(".loaded").touch()
 """
 
 
-def test_the_command_measures_throughput(run_folder, analyze_main, monkeypatch, tmp_path, capsys):
+def test_the_command_measures_throughput_and_one_that_measures_nothing_says_so_and_writes_nothing(
+    run_folder, analyze_main, monkeypatch, tmp_path, capsys
+):
     pytest.importorskip("matplotlib")
     (tmp_path / "plugin.py").write_text(PLUGIN)
     monkeypatch.setitem(PLUGINS, "of this process", tmp_path / "plugin.py")
@@ -363,11 +325,8 @@ def test_the_command_measures_throughput(run_folder, analyze_main, monkeypatch, 
     assert row["left_out"] == [{"length": 2000, "reason": "it has positions for 24 tokens"}]
     assert (tmp_path / "plugin.loaded").exists()  # in the process that measures memory
     assert is_png(tmp_path / "t.png")
-    assert "ddrp, length 2000: left out, it has positions for 24 tokens" in capsys.readouterr().out
-
-
-def test_a_command_that_measures_nothing_says_so_and_writes_nothing(run_folder, analyze_main, tmp_path, capsys):
+    left_out = "ddrp, length 2000: left out, it has positions for 24 tokens"
+    assert left_out in capsys.readouterr().out
     words = ("throughput", run_folder, tmp_path / "x.json", "--lengths", 2000)
     refused("no length could be measured", analyze_main, *words)
-    assert "length 2000: left out, it has positions for 24 tokens" in capsys.readouterr().out
-    assert not (tmp_path / "x.json").exists()
+    assert left_out in capsys.readouterr().out and not (tmp_path / "x.json").exists()

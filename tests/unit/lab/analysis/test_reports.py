@@ -21,20 +21,17 @@ from tests.datasets import write_dataset
 from tests.refusals import refused
 from tests.unit.lab.analysis.conftest import is_png
 
-SENTENCES = ["the cat sings .", "the red dog !", "the the .", "the cat and the bird", "red ."]
-
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "bird", "red", "and", "sing", "##s"]
-    vocab = tmp_path / "vocab.txt"
-    vocab.write_text("\n".join([*pieces, ".", "!"]) + "\n")
-    return build_tokenizer("BertWordPieceLowerCase", vocab)
+    pieces = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat dog bird red and sing ##s . !"
+    (tmp_path / "vocab.txt").write_text(pieces.replace(" ", "\n") + "\n")
+    return build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
 
 
 @pytest.fixture
 def dataset(tokenizer, tmp_path):
-    texts = (" ".join(SENTENCES[:4]), SENTENCES[4])
+    texts = ("the cat sings . the red dog ! the the . the cat and the bird", "red .")
     return write_dataset(tmp_path / "d", [[tokenizer.encode(text)] for text in texts])
 
 
@@ -43,34 +40,28 @@ def rare(dataset, tokenizer):
     return count_rare_words([(dataset, (0, 2))], WordFinder(tokenizer), (1, 2))
 
 
-def names(rare, tokenizer):
-    return {tokenizer.decode(rare.word(number)): number for number in range(1, len(rare) + 1)}
-
-
-def test_sentences_with_a_rare_word(dataset, rare, tokenizer):
-    assert set(names(rare, tokenizer)) == {"cat", "sings", "red", "dog", "!", "and", "bird"}
+def test_sentences_with_a_rare_word_and_nearest_notes_look_past_what_all_share(dataset, rare, tokenizer):
+    found = {tokenizer.decode(rare.word(number + 1)) for number in range(len(rare))}
+    assert found == {"cat", "sings", "red", "dog", "!", "and", "bird"}
     facts = reports.share_of_sentences(dataset, rare, tokenizer, documents=100)
     assert (facts["sentences"], facts["sentences_with_a_rare_word"]) == (5, 4)
     assert reports.share_of_sentences(dataset, rare, tokenizer, documents=1)["sentences"] == 4
-
-
-def notes_of(rare, tokenizer):
-    """cat and bird alike, dog opposed; a large part common to all."""
-    number = names(rare, tokenizer)
-    notes = NoteDictionary(rare, 3, ObjectiveConfig(notes=True))
-    for word, vector in (("cat", [1, 0, 9]), ("bird", [1, 0.1, 9]), ("dog", [-1, 0, 9]), ("sings", [-1, 1, 9])):
-        notes.notes[number[word] - 1] = torch.tensor(vector, dtype=torch.float32)
-        notes.met[number[word] - 1] = True
-    return notes
-
-
-def test_nearest_notes_look_past_what_all_share(rare, tokenizer):
     notes = notes_of(rare, tokenizer)
     met = (notes.met.nonzero().squeeze(-1) + 1).tolist()
     near = reports.nearest_notes("cat", rare, met, notes.notes[notes.met], tokenizer, 2)
     assert [other["word"] for other in near] == ["bird", "dog"]
     assert near[0]["cosine"] > 0.9 > 0.0 > near[1]["cosine"]
     refused("--words red: no note", reports.nearest_notes, "red", rare, met, notes.notes[notes.met], tokenizer, 2)
+
+
+def notes_of(rare, tokenizer):
+    """cat and bird alike, dog opposed; a large part common to all."""
+    vectors = {"cat": [1, 0, 9], "bird": [1, 0.1, 9], "dog": [-1, 0, 9], "sings": [-1, 1, 9]}
+    notes = NoteDictionary(rare, 3, ObjectiveConfig(notes=True))
+    for number in range(len(rare)):
+        if vector := vectors.get(tokenizer.decode(rare.word(number + 1))):
+            notes.notes[number], notes.met[number] = torch.tensor(vector, dtype=torch.float32), True
+    return notes
 
 
 def write_notes(folder, rare, tokenizer, step=3):
@@ -88,20 +79,18 @@ def write_notes(folder, rare, tokenizer, step=3):
     return path / name
 
 
-def test_damaged_notes_are_passed_over_or_refused(rare, tokenizer, tmp_path, capsys):
-    files = [write_notes(tmp_path, rare, tokenizer, step) for step in (3, 4)]
-    for file in reversed(files):
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
-        if file == files[1]:
-            found = reports.analyze_notes(tmp_path, None, ["sings"], 2, 10)
-            assert found["checkpoint"] == str(files[0].parent)
-            (line,) = capsys.readouterr().err.splitlines()
-            assert line.startswith(f"skipped {file.parent}: {file.name} has the CRC-32 ")
-    for load in (tmp_path, files[0].parent):
+def test_the_command_finds_notes_and_damaged_ones_are_passed_over_or_refused(
+    rare, tokenizer, dataset, tmp_path, capfd, run_tool
+):
+    older, newer = (write_notes(tmp_path, rare, tokenizer, step) for step in (3, 4))
+    newer.write_bytes(newer.read_bytes()[:-1] + b"?")
+    found = reports.analyze_notes(tmp_path, None, ["sings"], 2, 10)
+    assert found["checkpoint"] == str(older.parent)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"skipped {newer.parent}: {newer.name} has the CRC-32 ")
+    older.write_bytes(older.read_bytes()[:-1] + b"?")
+    for load in (tmp_path, older.parent):
         refused("has the CRC-32", reports.analyze_notes, load, None, ["sings"], 2, 10)
-
-
-def test_the_command_finds_notes(rare, tokenizer, dataset, tmp_path, run_tool):
     write_notes(tmp_path / "run", rare, tokenizer)
     command = [analyze, "notes", "--load", tmp_path / "run"]
     more = ["--data-path", dataset.prefix, "--words", "sings", "--output", tmp_path / "notes.json"]
@@ -115,19 +104,14 @@ def test_the_command_finds_notes(rare, tokenizer, dataset, tmp_path, run_tool):
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
 
 
-TOKENIZER = SimpleNamespace(special_ids=np.array([0, 1, 2, 3, 4]), mask_id=4, vocab_size=20)
-CLS, SEP, UNK = 2, 3, 1
-ROWS = [[CLS, 7, 7, 7, SEP], [CLS, UNK, 9, UNK, SEP], [CLS, UNK, UNK, SEP, 0], [CLS, 9, 9, SEP, 0]]
-
-
-def batch():
-    ids = torch.tensor(ROWS)
-    return Batch.of_texts(ids, (ids > 0).long())
-
-
-def test_one_piece_of_each_sentence_is_masked_and_never_a_special_one():
+def test_one_piece_of_each_sentence_is_masked_and_frequent_pieces_are_counted_without_special_ones(
+    tiny_corpus, corpus_tokenizer
+):
     """The model names piece 7 first, 9 second: with one guess it finds the sentence of 7, with two all three."""
-    seen = []
+    tokenizer = SimpleNamespace(special_ids=np.array([0, 1, 2, 3, 4]), mask_id=4, vocab_size=20)
+    cls, sep, unk = 2, 3, 1
+    rows = [[cls, 7, 7, 7, sep], [cls, unk, 9, unk, sep], [cls, unk, unk, sep, 0], [cls, 9, 9, sep, 0]]
+    ids, seen = torch.tensor(rows), []
 
     def model(ids, places):
         seen.extend(zip(ids.tolist(), places.tolist(), strict=True))
@@ -135,35 +119,30 @@ def test_one_piece_of_each_sentence_is_masked_and_never_a_special_one():
         logits[:, 7], logits[:, 9], logits[:, 20:] = 3, 2, 9
         return logits
 
-    assert reports.count_found(model, [batch()], TOKENIZER, np.array([9]), seed=1) == (3, 1, 2)
-    assert reports.count_found(model, [batch()], TOKENIZER, np.array([9, 8]), seed=1) == (3, 3, 2)
-    whole = [[i for i in sentence if i] for sentence in ROWS]
-    for ids, place in seen:
-        assert ids[place] == TOKENIZER.mask_id and ids.count(TOKENIZER.mask_id) == 1
-        assert any(ids[:place] + [piece] + ids[place + 1 :] in whole for piece in (7, 9))
-    assert [len(ids) for ids, _ in seen[:3]] == [5, 5, 4], "rows without padding"
-    assert len({count_places(seed) for seed in range(8)}) > 1, "the seed draws the places"
+    def count_found(frequent, seed=1):
+        batch = Batch.of_texts(ids, (ids > 0).long())
+        return reports.count_found(model, [batch], tokenizer, np.array(frequent), seed)
 
-
-def count_places(seed):
-    places = []
-
-    def model(ids, where):
-        places.extend(where.tolist())
-        return torch.zeros(len(ids), 20)
-
-    reports.count_found(model, [batch()], TOKENIZER, np.array([9]), seed)
-    return tuple(places)
-
-
-def test_frequent_pieces_are_counted_over_all_datasets_without_special_ones(tiny_corpus, corpus_tokenizer):
-    tokenizer = corpus_tokenizer
-    counts = np.bincount(np.concatenate(list(IndexedDataset(str(tiny_corpus.prefix)).chunks())))
-    counts[tokenizer.special_ids[tokenizer.special_ids < len(counts)]] = 0
-    prefix, size = str(tiny_corpus.prefix), tokenizer.vocab_size
-    once = reports.frequent_pieces(reports.count_pieces([prefix], size), tokenizer, 5)
-    assert [counts[i] for i in once] == sorted(counts, reverse=True)[:5]
-    assert once.tolist() == reports.frequent_pieces(reports.count_pieces([prefix] * 2, size), tokenizer, 5).tolist()
+    assert (count_found([9]), count_found([9, 8])) == ((3, 1, 2), (3, 3, 2))
+    whole = [[i for i in sentence if i] for sentence in rows]
+    for row, place in seen:
+        assert row[place] == tokenizer.mask_id and row.count(tokenizer.mask_id) == 1
+        assert any(row[:place] + [piece] + row[place + 1 :] in whole for piece in (7, 9))
+    assert [len(row) for row, _ in seen[:3]] == [5, 5, 4], "rows without padding"
+    drawn = set()
+    for seed in range(8):
+        seen.clear()
+        count_found([9], seed)
+        drawn.add(tuple(place for _, place in seen))
+    assert len(drawn) > 1, "the seed draws the places"
+    prefix, special, size = str(tiny_corpus.prefix), corpus_tokenizer.special_ids, corpus_tokenizer.vocab_size
+    counts = np.bincount(np.concatenate(list(IndexedDataset(prefix).chunks())), minlength=size)
+    counts[special] = 0
+    once, twice = (
+        reports.frequent_pieces(reports.count_pieces(prefixes, size), corpus_tokenizer, 5).tolist()
+        for prefixes in ([prefix], [prefix, prefix])
+    )
+    assert [counts[i] for i in once] == sorted(counts, reverse=True)[:5] and once == twice
 
 
 def test_the_command_counts_runs_exports_and_random_weights(run_folder, exported, analyze_main, tmp_path, capsys):

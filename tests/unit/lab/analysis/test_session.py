@@ -51,46 +51,45 @@ def seen(monkeypatch):
     return found
 
 
-def test_folders_of_different_lengths_see_the_same_sentences(berts, analyze_main, seen, tmp_path, capsys):
+def test_folders_of_different_lengths_see_the_same_sentences(berts, run_folder, analyze_main, seen, tmp_path, capsys):
+    words = (tmp_path / "f.json", "--sentences", 20)
     for order in (berts, berts[::-1]):
-        rows = analyze_main("self-similarity", order, tmp_path / "f.json", "--sentences", 20)["checkpoints"]
+        rows = analyze_main("self-similarity", order, *words)["checkpoints"]
         assert [row["max_length"] for row in rows] == [16, 16]
         assert seen[-2] == seen[-1] and len(seen[-1]) == 20
         assert capsys.readouterr().out.startswith(SHORTENED)
     assert seen[0] == seen[2]
-    analyze_main("self-similarity", berts, tmp_path / "f.json", "--sentences", 20, "--max-length", 12)
+    analyze_main("self-similarity", berts, *words, "--max-length", 12)
     assert seen[-2] == seen[-1] and "takes at most" not in capsys.readouterr().out
-    analyze_main("self-similarity", berts[1], tmp_path / "f.json", "--sentences", 20)
+    analyze_main("self-similarity", berts[1], *words)
     assert "takes at most" not in capsys.readouterr().out
-
-
-def test_a_folder_that_is_shorter_than_a_run_shortens_its_sentences(berts, run_folder, analyze_main, seen, tmp_path):
-    analyze_main("space", [run_folder, berts[0]], tmp_path / "s.json", "--sentences", 20, "--split", "80,20,0")
+    seen.clear()  # a folder that is shorter than a run shortens its sentences
+    analyze_main("space", [run_folder, berts[0]], *words, "--split", "80,20,0")
     assert len(seen) == 3 and seen[0] == seen[1] == seen[2]
 
 
 def test_the_length_of_a_folder_is_known_before_its_weights_are_read(berts, tmp_path):
     transformers = pytest.importorskip("transformers")
     assert [session.Snapshot("b", folder).seq_length() for folder in berts] == [16, 40]
-    for name, config in {
-        "roberta": transformers.RobertaConfig(max_position_embeddings=20, pad_token_id=1),
-        "mpnet": transformers.MPNetConfig(max_position_embeddings=20, pad_token_id=1),
-        "albert": transformers.AlbertConfig(max_position_embeddings=18),
-    }.items():
-        config.save_pretrained(tmp_path / name)
-        assert session.Snapshot(name, tmp_path / name).seq_length() == 18
+    for config in (
+        transformers.RobertaConfig(max_position_embeddings=20, pad_token_id=1),
+        transformers.MPNetConfig(max_position_embeddings=20, pad_token_id=1),
+        transformers.AlbertConfig(max_position_embeddings=18),
+    ):
+        config.save_pretrained(tmp_path / config.model_type)
+        assert session.Snapshot("b", tmp_path / config.model_type).seq_length() == 18, config.model_type
     (tmp_path / "config.json").write_text('{"model_type": "no such model"}')
     assert session.Snapshot("unknown", tmp_path).seq_length() is None
 
 
 def test_sentences_are_validation_text_with_specials_and_depend_on_the_seed(tiny_corpus, corpus_tokenizer):
-    tokenizer = corpus_tokenizer
+    prefix, tokenizer = str(tiny_corpus.prefix), corpus_tokenizer
 
     def some(seed=1, count=20):
-        rows = session.validation_rows([str(tiny_corpus.prefix)], "80,20,0", tokenizer, 24, count, seed)
+        rows = session.validation_rows([prefix], "80,20,0", tokenizer, 24, count, seed)
         return session.Sentences(rows, tokenizer, max_length=12)
 
-    dataset = IndexedDataset(str(tiny_corpus.prefix))
+    dataset = IndexedDataset(prefix)
     held_out = {tuple(dataset[number][:10]) for number in range(round(0.8 * dataset.num_documents), len(dataset))}
     sentences = some(count=10**6)
     rows = []
@@ -109,7 +108,9 @@ def test_sentences_are_validation_text_with_specials_and_depend_on_the_seed(tiny
     assert (sentences.lengths[:-1] >= sentences.lengths[1:]).all()
 
 
-def test_an_id_outside_the_vocabulary_is_one_line_wherever_it_is_read(corpus_tokenizer, tmp_path, monkeypatch):
+def test_ids_outside_the_vocabulary_and_numbers_that_are_not_finite_are_refused(
+    corpus_tokenizer, tmp_path, monkeypatch
+):
     size = corpus_tokenizer.vocab_size
     prefix = write_dataset(tmp_path / "a", [[[9] * 10]] * 8 + [[[9] * 9 + [size]]]).prefix
     assert len(session.validation_rows([prefix], "50,25,25", corpus_tokenizer, 24, 9, 1)) == 2
@@ -117,17 +118,19 @@ def test_an_id_outside_the_vocabulary_is_one_line_wherever_it_is_read(corpus_tok
     message = f"a: token ids from 9 to {size}, but the vocabulary has {size} pieces"
     refused(message, session.validation_rows, [prefix], "0,100,0", corpus_tokenizer, 24, 9, 1)
     refused(message, count_pieces, [prefix], size)
+    # jSON has no such numbers: `compare` could not read the file, and one run that diverged would stop it
+    words = r"x\.json: not written, some numbers are not finite: use a checkpoint that"
+    for value in (float("nan"), float("inf")):
+        write = session.AnalysisFiles(tmp_path / "x.json").write
+        refused(words, write, {"models": [{"share": value}]}, lambda: None)
+        assert not (tmp_path / "x.json").exists()
 
 
 def test_damaged_checkpoints_are_passed_over_and_named(run_folder, tmp_path, capsys):
     found = session.find_snapshots([run_folder], every=True)
     assert [snapshot.iteration for snapshot in found] == [10, 20] and not capsys.readouterr().err
-    broken = tmp_path / "ddrp"
-    for name in ("iter_0000010", "iter_0000020"):
-        (broken / name).mkdir(parents=True)
-        (broken / name / checkpoint.STATE).write_bytes((run_folder / name / checkpoint.STATE).read_bytes())
-    shutil.copy(run_folder / "iter_0000010" / checkpoint.WEIGHTS, broken / "iter_0000010")
-    checkpoint.mark_latest(broken, "iter_0000020")
+    broken = shutil.copytree(run_folder, tmp_path / "ddrp")
+    (broken / "iter_0000020" / checkpoint.WEIGHTS).unlink()
     for every in (True, False):
         found = session.find_snapshots([broken], every)
         assert [snapshot.iteration for snapshot in found] == [10]
@@ -138,24 +141,14 @@ def test_damaged_checkpoints_are_passed_over_and_named(run_folder, tmp_path, cap
 
 def test_progress_moves_on_with_every_batch():
     counts = []
-    batches = [tiny_batch().map(lambda tensor: tensor.numpy())] * 2
-    sentences = SimpleNamespace(batches=lambda size: batches)
+    sentences = SimpleNamespace(batches=lambda size: [tiny_batch().map(lambda tensor: tensor.numpy())] * 2)
     view = session.View(None, None, None, sentences, torch.device("cpu"), 3, counts.append)
-    seen = []
-    for batch in view.batches():
-        seen.append((batch.input_ids.shape, list(counts)))
-    assert [done for _, done in seen] == [[], [3]] and counts == [3, 3]
+    assert [list(counts) for _ in view.batches()] == [[], [3]] and counts == [3, 3]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path, value):
-    """JSON has no such numbers: `compare` could not read the file, and one run that diverged would stop it."""
-    words = r"x\.json: not written, some numbers are not finite: use a checkpoint that"
-    refused(words, session.AnalysisFiles(tmp_path / "x.json").write, {"models": [{"share": value}]}, lambda: None)
-    assert not (tmp_path / "x.json").exists()
-
-
-def test_transformers_and_we_see_the_same_space_of_a_bert(berts):
+def test_transformers_and_we_see_the_same_space_of_a_bert_and_an_encoder_we_refuse_is_left_to_them(
+    berts, albert, tmp_path, capsys
+):
     transformers = pytest.importorskip("transformers")
     bert = transformers.BertForMaskedLM.from_pretrained(berts[1]).eval()
     loaded = session.Snapshot("bert", berts[1]).load_any()
@@ -163,10 +156,6 @@ def test_transformers_and_we_see_the_same_space_of_a_bert(berts):
     for ours, theirs in zip(*(layer_states(each, tiny_batch()) for each in (loaded.model, bert.bert)), strict=True):
         valid = tiny_batch().document_ids > 0
         torch.testing.assert_close(ours.hidden[valid], theirs.hidden[valid], rtol=0, atol=1e-5)
-
-
-def test_an_encoder_we_refuse_is_left_to_transformers_but_not_a_funnel(albert, tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(hidden_size=16, num_attention_heads=4, vocab_size=59, hidden_act="relu")
     transformers.BertModel(config).save_pretrained(tmp_path)
     (tmp_path / "vocab.txt").write_bytes((albert / "vocab.txt").read_bytes())
@@ -178,29 +167,20 @@ def test_an_encoder_we_refuse_is_left_to_transformers_but_not_a_funnel(albert, t
     refused("layers of a funnel shorten their rows", list, layer_states(model, tiny_batch()))
 
 
-def test_texts_are_drawn_evenly_and_the_same_for_every_model(tmp_path):
+def test_texts_are_drawn_evenly_and_the_same_for_every_model_and_empty_ones_are_left_out(tmp_path, corpus_tokenizer):
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(20)))
     assert session.draw_texts(str(path), 30, seed=1) == [str(number) for number in range(20)]
     first, again, other = (session.draw_texts(str(path), 5, seed) for seed in (1, 1, 2))
     assert first == again != other
-    counts = [0] * 20
-    for seed in range(2000):
-        for text in session.draw_texts(str(path), 5, seed):
-            counts[int(text)] += 1
-    assert all(430 <= count <= 570 for count in counts)  # 500 of 2,000 each, 3.6 standard deviations
+    counts = Counter(text for seed in range(2000) for text in session.draw_texts(str(path), 5, seed))
+    assert len(counts) == 20
+    assert all(430 <= count <= 570 for count in counts.values())  # 500 of 2,000 each, 3.6 standard deviations
     path.write_text('{"text": "alone"}\n')
     refused("holds one text: give two or more", session.draw_texts, str(path), 5, seed=1)
-
-
-def test_texts_become_rows_of_the_models_tokenizer_and_empty_ones_are_left_out(corpus_tokenizer):
-    tokenizer = corpus_tokenizer
-    rows = tokenizer.encode_batch(["the", " ", "the and the and the"])
-    sentences = session.Sentences(rows, tokenizer, max_length=5)
-    [batch] = sentences.batches(8)
-    the, both = tokenizer.encode("the"), tokenizer.encode("the and the")
-    assert batch.input_ids.tolist() == [
-        [tokenizer.cls_id, *both, tokenizer.sep_id],
-        [tokenizer.cls_id, *the, tokenizer.sep_id, tokenizer.pad_id, tokenizer.pad_id],
-    ]
+    rows = corpus_tokenizer.encode_batch(["the", " ", "the and the and the"])
+    [batch] = session.Sentences(rows, corpus_tokenizer, max_length=5).batches(8)
+    cls, sep, pad = corpus_tokenizer.cls_id, corpus_tokenizer.sep_id, corpus_tokenizer.pad_id
+    the, both = corpus_tokenizer.encode("the"), corpus_tokenizer.encode("the and the")
+    assert batch.input_ids.tolist() == [[cls, *both, sep], [cls, *the, sep, pad, pad]]
     assert batch.document_ids.tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
