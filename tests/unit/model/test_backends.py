@@ -1,13 +1,10 @@
-"""Which attention `auto` takes, varlen attention's runs, dropout in every backend, and GPUs without code.
-
-The choice is by device, number format, dropout, encoding and rows. Dropout: in each attention backend the right share,
-rescaled, one mask for both passes; on the tables of DeBERTa; none in evaluation. A GPU for which this torch has no
-code is refused wherever a command takes a device; torch's answers are set.
-"""
+"""Which attention `auto` takes, varlen attention's runs, dropout in every backend, and GPUs that torch has no code for:
+they are refused wherever a command takes a device; torch's answers are set."""
 
 import importlib.util
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -23,13 +20,12 @@ from megatron_ddrp.config import Config, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.encoders.text_encoder import load_encoder
 from megatron_ddrp.engine.build import choices
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.attention import backends
 from megatron_ddrp.model.attention import cpu as blocks
 from megatron_ddrp.model.attention.backends import BACKENDS, eager_attention, refusal, resolve_backend, sdpa_attention
 from megatron_ddrp.model.attention.cpu import _draw_kept
 from megatron_ddrp.model.attention.logits import Attending, Demand
-from megatron_ddrp.model.fused import missing_code, named_device
+from megatron_ddrp.model.fused import missing_code, missing_for_triton, named_device
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.stages import layout_of
 from megatron_ddrp.parallel.process_group import own_device
@@ -43,7 +39,7 @@ def demand(device="cuda", dtype=torch.bfloat16, dropout=0.1, head_dim=64, window
     return Demand(torch.device(device), dtype, dropout, head_dim, window, causal)
 
 
-def test_auto_chooses_on_cpus_by_encoding_dropout_and_precision():
+def test_auto_chooses_on_cpus_by_encoding_dropout_and_precision_and_the_run_names_another_choice_for_local_layers():
     for dtype, in_logits, dropout, window, expected in (
         (torch.float32, True, 0.0, None, "blocked"),
         (torch.float32, False, 0.1, None, "blocked"),
@@ -53,21 +49,16 @@ def test_auto_chooses_on_cpus_by_encoding_dropout_and_precision():
     ):
         assert resolve_backend("auto", demand("cpu", dtype, dropout, window=window), in_logits)[0] == expected
     assert resolve_backend("eager", demand("cpu"), True) == ("eager", "as asked for")
-
-
-def test_the_run_names_the_choice_for_local_layers_where_it_is_another():
     whole = tiny_config(position_encoding="rope", hidden_size=24, num_layers=4)
     cpu, local = torch.device("cpu"), {"local_attention": 4}
-    assert choices(Config(model=whole), cpu) == (
-        "sdpa attention (fastest on CPUs in fp32 without terms in the logits and without dropout), fp32"
-    )
-    assert choices(Config(model=replace(whole, **local)), cpu).endswith(
-        "without dropout), in local layers blocked attention (fastest on CPUs for local layers), fp32"
-    )
+    fastest = "sdpa attention (fastest on CPUs in fp32 without terms in the logits and without dropout)"
+    of_local, of_causal = "fastest on CPUs for local layers", "computes no pairs with following tokens"
     causal = ObjectiveConfig(objective_phases="clm:0.5")
-    assert choices(Config(model=whole, objective=causal), cpu).endswith(
-        "without dropout), in the causal phase blocked attention (computes no pairs with following tokens), fp32"
-    )
+    assert choices(Config(model=whole), cpu) == f"{fastest}, fp32"
+    said = choices(Config(model=replace(whole, **local)), cpu)
+    assert said == f"{fastest}, in local layers blocked attention ({of_local}), fp32"
+    said = choices(Config(model=whole, objective=causal), cpu)
+    assert said == f"{fastest}, in the causal phase blocked attention ({of_causal}), fp32"
     assert "local" not in choices(Config(model=replace(whole, attention_backend="eager", **local)), cpu)
 
 
@@ -103,23 +94,18 @@ def test_auto_chooses_on_gpus(capability, changes, in_logits, full, backend, why
     assert chosen == backend and why in reason
 
 
-def test_auto_takes_sdpa_without_triton(monkeypatch):
+def test_the_machine_is_searched_once_and_not_by_every_layer_and_auto_takes_sdpa_without_triton(monkeypatch):
+    searched, found = [], [object()]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert resolve_backend("auto", demand(), True) == (
-        "sdpa",
-        "works on every GPU; triton attention needs the package triton, which torch installs for CUDA",
-    )
-
-
-def test_the_machine_is_searched_once_and_not_by_every_layer(monkeypatch):
-    searched = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: searched.append(name) or object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: searched.append(name) or found[0])
     for _ in range(3):
         resolve_backend("auto", demand(), True)
         refusal("triton", demand())
     assert searched == ["triton"]
+    found[0] = None
+    missing_for_triton.cache_clear()
+    why = "works on every GPU; triton attention needs the package triton, which torch installs for CUDA"
+    assert resolve_backend("auto", demand(), True) == ("sdpa", why)
 
 
 def attention_of_runs(query, key, value, begins, _, longest, __, *, window_size=(-1, -1)):
@@ -158,35 +144,32 @@ def test_full_causal_rows_need_no_mask(monkeypatch):
     full = make_case([[1] * 7], 0, 0, causal=True).attending()._replace(layout=SimpleNamespace(full=True))
     for attending in (full, full._replace(window=2), make_case([[1] * 7], -1, 1, "q", causal=True).attending()):
         torch.testing.assert_close(sdpa_attention(attending)[0], eager_attention(attending)[0])
-    assert [(options["is_causal"], options["attn_mask"] is None) for options in called] == [
+    assert [(given["is_causal"], given["attn_mask"] is None) for given in called] == [
         (True, True),
         *[(False, False)] * 2,
     ]
 
 
-NONE = torch.empty(0, dtype=torch.long)
-
-
-@pytest.mark.parametrize("rate", [0.9999, 0.99999, 0.9999999])
-def test_a_rate_just_below_one_keeps_almost_nothing(rate):
-    assert _draw_kept(torch.empty(100_000), rate).float().mean() < 5e-4
-
-
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_share_is_dropped_and_the_rest_rescaled(backend, rate):
+def test_the_share_is_dropped_and_the_rest_rescaled_and_the_cosine_of_logits_knows_no_dropout(backend, rate):
     torch.manual_seed(0)
-    batch, heads, n = 4, 4, 32
-    zeros = torch.zeros(batch, heads, n, n)
-    identity = torch.eye(n).expand(batch, heads, n, n)  # the context is then the probabilities, 1/n before dropout
-    ids = torch.ones(batch, n, dtype=torch.long)
-    context, _ = BACKENDS[backend](Attending(zeros, zeros, identity, PositionTerms(1.0), ids, NONE, rate))
+    zeros = torch.zeros(4, 4, 32, 32)
+    identity = torch.eye(32).expand(4, 4, 32, 32)  # the context is then the probabilities, 1/32 before dropout
+    ids, none = torch.ones(4, 32, dtype=torch.long), torch.empty(0, dtype=torch.long)
+    context, _ = BACKENDS[backend](Attending(zeros, zeros, identity, PositionTerms(1.0), ids, none, rate))
     dropped = context == 0
-    torch.testing.assert_close(context[~dropped], torch.full_like(context[~dropped], 1 / n / (1 - rate)))
+    torch.testing.assert_close(context[~dropped], torch.full_like(context[~dropped], 1 / 32 / (1 - rate)))
     count = dropped.numel()
     assert abs(dropped.sum().item() - rate * count) < 5 * (count * rate * (1 - rate)) ** 0.5
     for left, right in ((dropped[0], dropped[1]), (dropped[:, 0], dropped[:, 1]), (dropped[..., 0], dropped[..., 1])):
         assert not torch.equal(left, right)  # rows, heads and keys draw their own
+    query, key, value = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(3))
+    ids, heads = torch.ones(2, 5, dtype=torch.long), torch.tensor([0, 2])
+    compared = (Attending(query, key, value, PositionTerms(0.5), ids, heads, share) for share in (0.0, rate))
+    assert torch.equal(*(BACKENDS[backend](attending)[1] for attending in compared))
+    for share in (0.9999, 0.99999, 0.9999999):  # a rate just below one keeps almost nothing
+        assert _draw_kept(torch.empty(100_000), share).float().mean() < 5e-4
 
 
 @pytest.mark.parametrize("heads", [[], [0, 1]], ids=str)
@@ -207,17 +190,6 @@ def test_the_gradient_is_that_of_the_mask_drawn_in_the_forward_pass(backend, kep
         return context if cosine is None else (context, cosine)
 
     assert torch.autograd.gradcheck(attend, (*inputs, table))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_cosine_of_logits_knows_no_dropout(backend):
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(3))
-    ids, heads = torch.ones(2, 5, dtype=torch.long), torch.tensor([0, 2])
-    without, with_dropout = (
-        BACKENDS[backend](Attending(query, key, value, PositionTerms(0.5), ids, heads, rate))[1] for rate in (0.0, 0.6)
-    )
-    assert torch.equal(without, with_dropout)
 
 
 @pytest.mark.parametrize("encoding", ["deberta", "deberta-v2"])
@@ -244,26 +216,18 @@ def test_dropout_acts_on_debertas_table_in_every_layer_and_in_training_alone(enc
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("which", ["hidden_dropout", "attention_dropout"])
-def test_dropout_acts_in_training_and_not_in_evaluation(which, backend):
+def test_dropout_acts_in_training_and_not_in_evaluation_and_a_seed_repeats_it(which, backend):
     batch = tiny_batch()
-    draws = some_draws(batch)
-    plain = tiny_model(attention_backend=backend)
+    draws, plain = some_draws(batch), tiny_model(attention_backend=backend)
     dropping = tiny_model(attention_backend=backend, **{which: 0.5})
     dropping.load_state_dict(plain.state_dict())
-    with torch.no_grad():
-        expected = plain(batch, draws).sums
-        assert not torch.allclose(dropping(batch, draws).sums, dropping(batch, draws).sums)
-        assert torch.equal(dropping.eval()(batch, draws).sums, expected)
-
-
-def test_a_seed_repeats_the_masks():
-    batch = tiny_batch()
-    draws, model = some_draws(batch), tiny_model(hidden_dropout=0.3, attention_dropout=0.3)
     results = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        results.append(model(batch, draws).sums.detach())
-    assert torch.equal(results[0], results[1]) and not torch.allclose(results[0], results[2])
+    with torch.no_grad():
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            results.append(dropping(batch, draws).sums)
+        assert torch.equal(results[0], results[1]) and not torch.allclose(results[0], results[2])
+        assert torch.equal(dropping.eval()(batch, draws).sums, plain(batch, draws).sums)
 
 
 CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
@@ -286,69 +250,43 @@ def host(monkeypatch):
     return show
 
 
-@pytest.mark.parametrize(
-    ("built", "capability", "runs"),
-    [
-        ("sm_70", (7, 0), True),
-        (CUDA_13, (7, 0), False),
-        (CUDA_13, (8, 9), True),  # by sm_80 and sm_86
-        (CUDA_13, (12, 1), True),
-        (CUDA_13, (11, 0), False),
-        ("sm_86", (8, 0), False),
-        ("sm_90", (10, 0), False),
-        ("compute_70 sm_75", (12, 0), True),
-        ("compute_80", (7, 5), False),
-        ("sm_90a", (9, 0), True),
-        ("compute_90a", (10, 0), False),
-        ("sm_100a", (10, 3), False),
-        ("sm_100f", (10, 3), True),
-        ("compute_100f", (12, 0), False),
-        ("", (7, 0), True),  # torch does not say
-    ],
-)
-def test_code_runs_on_the_gpus_that_nvidia_says(host, built, capability, runs):
-    host([capability], built)
-    assert (missing_code(torch.device("cuda")) is None) == runs
+CODE = [
+    *(("sm_70", (7, 0), True), (CUDA_13, (7, 0), False), (CUDA_13, (12, 1), True), (CUDA_13, (11, 0), False)),
+    *((CUDA_13, (8, 9), True), ("sm_86", (8, 0), False), ("sm_90", (10, 0), False)),  # the first by sm_80 and sm_86
+    *(("compute_70 sm_75", (12, 0), True), ("compute_80", (7, 5), False), ("sm_90a", (9, 0), True)),
+    *(("compute_90a", (10, 0), False), ("sm_100a", (10, 3), False), ("sm_100f", (10, 3), True)),
+    *(("compute_100f", (12, 0), False), ("", (7, 0), True)),  # of the last one torch does not say
+]
+
+
+def test_code_runs_on_the_gpus_that_nvidia_says(host):
+    for built, capability, runs in CODE:
+        host([capability], built)
+        assert (missing_code(torch.device("cuda")) is None) == runs, (built, capability)
 
 
 TAKERS = [
-    lambda: own_device(0),
-    lambda: device_of(0),
-    lambda: named_device(),
-    lambda: named_device("cuda", "--device cuda"),
-    lambda: load_encoder("nowhere"),
-    lambda: load_encoder("nowhere", device="cuda:0"),
-    lambda: PresentDevice(100),
+    *((own_device, 0), (device_of, 0), (named_device,), (named_device, "cuda", "--device cuda")),
+    *((load_encoder, "nowhere"), (partial(load_encoder, device="cuda:0"), "nowhere"), (PresentDevice, 100)),
 ]
 
 
 @pytest.mark.parametrize("take", TAKERS)
-def test_every_command_refuses_it_before_it_computes(host, take):
+def test_every_command_refuses_a_gpu_without_code_before_it_computes(host, take):
     host([(7, 0)])
-    with pytest.raises(UserError) as error:
-        take()
-    built = CUDA_13.replace(" ", ", ")
-    assert str(error.value) == (
-        f"Tesla V100 has compute capability 7.0, and torch {torch.__version__} has code for {built} only: pip install "
-        "torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126, or set CUDA_VISIBLE_DEVICES= to use "
-        "the CPU"
+    assert str(refused("", *take)) == (
+        f"Tesla V100 has compute capability 7.0, and torch {torch.__version__} has code for "
+        f"{CUDA_13.replace(' ', ', ')} only: pip install torch==2.13.0+cu126 --index-url "
+        "https://download.pytorch.org/whl/cu126, or set CUDA_VISIBLE_DEVICES= to use the CPU"
     )
 
 
-def test_the_remedy_for_a_new_gpu_is_a_newer_build(host):
+def test_a_new_gpu_needs_a_newer_build_one_rank_speaks_for_its_host_and_a_dry_run_tells(host, capsys):
     host([(12, 0)], "sm_70 sm_90")
     refused("code for sm_70, sm_90 only: pip install --upgrade torch, or set", named_device)
-
-
-@pytest.mark.parametrize(("capabilities", "agreed"), [([(7, 0), (7, 0)], True), ([(8, 0), (7, 0)], False)])
-def test_one_rank_speaks_if_all_ranks_of_a_host_are_refused(host, capabilities, agreed):
-    host(capabilities)
-    with pytest.raises(UserError) as error:
-        own_device(1)
-    assert error.value.agreed == agreed
-
-
-def test_a_dry_run_says_that_a_run_would_be_refused(host, capsys):
+    for capabilities, agreed in ([(7, 0), (7, 0)], True), ([(8, 0), (7, 0)], False):
+        host(capabilities)
+        assert refused("", own_device, 1).agreed == agreed
     host([(7, 0)])
     dry_run(Config().replace(model={"vocab_size": 100, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}))
     assert capsys.readouterr().out.startswith("warning: a run on this machine would be refused: Tesla V100 has compute")

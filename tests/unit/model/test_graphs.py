@@ -59,11 +59,14 @@ def micro_batch(config: Config, step: int, documents: list[list[int]]) -> MicroB
     return MicroBatch.of(arrays, Setup(config, Ranks(0, 1, CPU)).at(step), step)
 
 
-def training(
-    model: torch.nn.Module, config: Config, steps: list[MicroBatch], model_graphs: ModelGraphs | None
-) -> list[Tensor | None]:
+def model_of(config: Config) -> Any:
+    torch.manual_seed(1)
+    return build_model(config.model, objective=config.objective).train()
+
+
+def training(model: Any, config: Config, steps: list[MicroBatch], model_graphs: ModelGraphs | None) -> list[Any]:
     """Return the sums of all micro-batches, and the gradients after each second one: they add up over two."""
-    model.graphs = model_graphs  # type: ignore[assignment]
+    model.graphs = model_graphs
     found: list[Tensor | None] = []
     for number, step in enumerate(steps):
         torch.manual_seed(number)
@@ -76,57 +79,54 @@ def training(
     return found
 
 
+def assert_same_answers(without: list[Any], with_graphs: list[Any]) -> None:
+    for plain, replayed in zip(without, with_graphs, strict=True):
+        assert (plain is None) == (replayed is None) and (plain is None or torch.equal(plain, replayed))
+
+
 def assert_equal_with_graphs(config: Config, rows: list[list[list[int]]], shapes: list[int]) -> None:
     """Compare micro-batches of these rows with and without graphs, bit for bit; `shapes` were captured."""
-    torch.manual_seed(1)
-    model = build_model(config.model, objective=config.objective).train()
+    model, model_graphs = model_of(config), ModelGraphs(Emulator)
     steps = [micro_batch(config, number, documents) for number, documents in enumerate(rows)]
-    model_graphs = ModelGraphs(Emulator)
-    without, with_graphs = (training(model, config, steps, used) for used in (None, model_graphs))
+    answers = [training(model, config, steps, used) for used in (None, model_graphs)]
     assert captured_shapes(model_graphs) == shapes
-    for plain, replayed in zip(without, with_graphs, strict=True):
-        assert (plain is None) == (replayed is None)
-        assert plain is None or torch.equal(plain, replayed)
+    assert_same_answers(*answers)
 
 
 def test_the_gradients_of_all_micro_batches_but_the_last_are_added_without_autograd() -> None:
     """A hook of a parameter still sees each of them, and what it returns is added."""
     config = config_of("ddrp")
-    torch.manual_seed(1)
-    model = build_model(config.model, objective=config.objective).train()
-    weight, seen = model.layers[0].attention.query.weight, list[Tensor]()  # type: ignore[union-attr]
+    model, seen = model_of(config), list[Tensor]()
+    weight = model.layers[0].attention.query.weight
     weight.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
     engine = SimpleNamespace(is_gradient_accumulation_boundary=lambda: weight.grad is not None)
     sums = GradientSums(engine, "grad", torch.float32)
     steps = [micro_batch(config, number, FULL) for number in range(6)]
     with mock.patch.object(sums, "add", wraps=sums.add) as add:
-        answers = [training(model, config, steps, used) for used in (None, ModelGraphs(Emulator, sums))]
-    for plain, replayed in zip(*answers, strict=True):
-        assert (plain is None) == (replayed is None) and (plain is None or torch.equal(plain, replayed))
+        assert_same_answers(*(training(model, config, steps, used) for used in (None, ModelGraphs(Emulator, sums))))
     assert all(map(torch.equal, seen[:6], seen[6:])) and len(seen) == 12
     assert add.call_count == 2 * config.model.num_layers  # in micro-batches 3 and 5; the first has no graphs yet
 
 
-@pytest.mark.parametrize(("objective", "backend"), [("mlm", "eager"), ("mth", "sdpa")])
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_graphs_repeat_sums_and_gradients_to_the_last_bit(encoding: str, objective: str, backend: str) -> None:
-    config = config_of(encoding, objective, attention_backend=backend)
-    assert_equal_with_graphs(config, [FULL, FULL, PADDED, FULL, PADDED, PADDED], [2])
+REPEATED: list[tuple[str, str, dict[str, Any], list[int]]] = [
+    *((encoding, "mlm", {}, [2]) for encoding in ENCODINGS),
+    *((encoding, "mth", {"attention_backend": "sdpa"}, [2]) for encoding in ENCODINGS),
+]
+PACKED_TOO: list[tuple[str, str, dict[str, Any], list[int]]] = [
+    ("ddrp", "electra", {}, [2, 2]),
+    ("tupe-r", "rtd", {"num_layers": 4}, [2, 2]),
+    ("rope", "token-contrast", {"local_attention": 4, "global_every": 2}, [2]),
+    ("ddrp", "mth", {"layernorm_position": "pre", "ffn": "geglu", "relative_table": "per-layer"}, [2]),
+    ("ddrp", "mth", {"norm": "rmsnorm", "bias": False}, [2]),
+]
 
 
-@pytest.mark.parametrize(
-    ("encoding", "objective", "changes", "shapes"),
-    [
-        ("ddrp", "electra", {}, [2, 2]),
-        ("tupe-r", "rtd", {"num_layers": 4}, [2, 2]),
-        ("rope", "token-contrast", {"local_attention": 4, "global_every": 2}, [2]),
-        ("ddrp", "mth", {"layernorm_position": "pre", "ffn": "geglu", "relative_table": "per-layer"}, [2]),
-        ("ddrp", "mth", {"norm": "rmsnorm", "bias": False}, [2]),
-    ],
-)
-def test_other_objectives_and_layers(encoding: str, objective: str, changes: Any, shapes: list[int]) -> None:
-    config = config_of(encoding, objective, **changes)
-    assert_equal_with_graphs(config, [PACKED, PADDED, PADDED, PACKED, PACKED, PADDED], shapes)
+@pytest.mark.parametrize("case", REPEATED + PACKED_TOO)
+def test_graphs_repeat_sums_and_gradients_to_the_last_bit(case: tuple[str, str, dict[str, Any], list[int]]) -> None:
+    encoding, objective, changes, shapes = case
+    rows = [PACKED, PADDED, PADDED, PACKED, PACKED, PADDED]
+    rows = rows if case in PACKED_TOO else [FULL, FULL, PADDED, FULL, PADDED, PADDED]
+    assert_equal_with_graphs(config_of(encoding, objective, **changes), rows, shapes)
 
 
 @pytest.mark.parametrize(("encoding", "backend"), [("deberta", "eager"), ("alibi", "sdpa"), ("tupe-r", "eager")])
@@ -138,45 +138,44 @@ def test_graphs_are_captured_anew_at_the_end_of_a_causal_phase(encoding: str, ba
     assert_equal_with_graphs(config, rows, [1])
 
 
-def one_model(encoding: str = "ddrp", **changes: Any) -> tuple[Config, Any, list[MicroBatch]]:
-    """Return a model with graphs and some micro-batches of one shape."""
+def one_model(encoding: str = "ddrp", seen: int = 0, **changes: Any) -> tuple[Config, Any, list[MicroBatch]]:
+    """Return a model with graphs and some micro-batches of one shape, of which it has seen some."""
     config = config_of(encoding, **changes)
-    torch.manual_seed(1)
-    model = build_model(config.model, objective=config.objective).train()
+    model = model_of(config)
     model.graphs = ModelGraphs(Emulator)
-    return config, model, [micro_batch(config, number, FULL) for number in range(4)]
+    steps = [micro_batch(config, number, FULL) for number in range(4)]
+    for step in steps[:seen]:
+        model(*step.inputs).sums.sum().backward()
+    return config, model, steps
+
+
+def rows_with_graphs(model: Any) -> list[int]:
+    """Return the numbers of rows of the shapes that the one part of a model has captured."""
+    (part,) = model.graphs.parts.values()
+    return sorted(captured.state.hidden.shape[0] for captured in part.captured.values())
 
 
 def test_a_shape_is_captured_when_it_occurs_again_and_few_shapes_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs in use outlive those that rest longer: of two models one uses the shape of one row on and on."""
     monkeypatch.setattr(graphs, "IDLE_PASSES", 6)
     config, model, _ = one_model()
-    for count, captured in ((1, []), (1, [1]), (2, [1]), (2, [2]), (3, [2]), (3, [3]), (4, [3]), (4, [4])):
-        rows = [[1] * SEQ] * count
-        model(*micro_batch(config, count, rows).inputs)
-        assert captured_shapes(model.graphs) in (captured, captured or [0])
-    (part,) = model.graphs.parts.values()
-    for number in range(4):
-        model(*micro_batch(config, number, [[1] * SEQ] * 5).inputs)
-        # the shape of one row was last used in pass 2, now it is pass 9 + number
-        assert len(part.captured) == 4
-        assert (5 in {captured.state.hidden.shape[0] for captured in part.captured.values()}) == (number > 0)
 
+    def take(model: Any, *counts: int) -> list[int]:
+        for number, count in enumerate(counts):
+            model(*micro_batch(config, number, [[1] * SEQ] * count).inputs)
+        return rows_with_graphs(model)
 
-def test_graphs_in_use_outlive_those_that_rest_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for the shape of five rows comes from that of two rows: the older one of one row is used on and on."""
-    monkeypatch.setattr(graphs, "IDLE_PASSES", 6)
-    config, model, _ = one_model()
-    for number, count in enumerate([1, 1, 2, 2, 3, 3, 4, 4, *[1] * 7, 5, 5]):
-        model(*micro_batch(config, number, [[1] * SEQ] * count).inputs)
-    (part,) = model.graphs.parts.values()
-    assert {captured.state.hidden.shape[0] for captured in part.captured.values()} == {1, 3, 4, 5}
+    for count, captured in ((1, 0), (1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3), (4, 4)):
+        assert len(take(model, count)) == captured
+    assert take(model, 5) == [1, 2, 3, 4]  # the shape of one row was last used in pass 2, now it is pass 9
+    assert [take(model, 5) for _ in range(3)] == [[2, 3, 4, 5]] * 3
+    other = one_model()[1]
+    assert take(other, 1, 1, 2, 2, 3, 3, 4, 4, *[1] * 7, 5, 5) == [1, 3, 4, 5]
 
 
 def test_an_output_without_a_gradient_gets_none_of_the_last_step() -> None:
     """The loss of a step may leave outputs out, here all but the first, that the loss of the step before read."""
-    _, model, steps = one_model()
-    for step in steps[:2]:
-        model(*step.inputs).sums.sum().backward()
+    _, model, _ = one_model(seen=2)
     (part,) = model.graphs.parts.values()
     (captured,) = part.captured.values()
     graph = captured.graphs[-1]
@@ -189,22 +188,17 @@ def test_an_output_without_a_gradient_gets_none_of_the_last_step() -> None:
 
 
 def test_evaluation_and_hooks_run_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model, steps = one_model()
-    for step in steps[:2]:
-        model(*step.inputs)
+    _, model, steps = one_model(seen=2)
     monkeypatch.setattr(graphs.Captured, "replay", lambda *_: pytest.fail("replayed"))
     with torch.no_grad():
         model(*steps[2].inputs)
     seen: list[str] = []
-    hook = model.layers[1].attention.output.register_forward_hook(lambda *_: seen.append("output"))
-    model(*steps[2].inputs)
-    assert seen == ["output"]
-    hook.remove()
-    model.eval()
-    model(*steps[2].inputs)
-    model.train()
-    with pytest.raises(pytest.fail.Exception, match="replayed"):
+    with model.layers[1].attention.output.register_forward_hook(lambda *_: seen.append("output")):
         model(*steps[2].inputs)
+    assert seen == ["output"]
+    model.eval()(*steps[2].inputs)
+    with pytest.raises(pytest.fail.Exception, match="replayed"):
+        model.train()(*steps[2].inputs)
 
 
 def test_graphs_are_captured_anew_when_the_base_of_rope_changes_or_a_weight_moves() -> None:
@@ -282,11 +276,12 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
-def traced(monkeypatch):
-    """Trace regions with autograd, fail at a break in a graph, and run them by torch's own kernels."""
+def traced(monkeypatch, request):
+    """Trace regions with autograd, fail at a break in a graph, and run them by torch's own kernels, or as asked."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(fused, "compile_region", cache(partial(torch.compile, fullgraph=True, backend="aot_eager")))
+    compiled = partial(torch.compile, fullgraph=True, backend=getattr(request, "param", "aot_eager"))
+    monkeypatch.setattr(fused, "compile_region", cache(compiled))
 
 
 def region_inputs(tokens, dropout):
@@ -330,9 +325,7 @@ def test_dropout_of_a_region_has_one_mask_for_both_passes(traced):
     assert set(scale.unique().tolist()) == {0.0, 2.0} and 0.3 < (scale == 0).float().mean() < 0.7
 
 
-@pytest.mark.parametrize(
-    "read", [slice(3), slice(1, 3), slice(2), slice(1, 2)], ids=["all", "maps", "input", "one map"]
-)
+@pytest.mark.parametrize("read", [slice(3), slice(1, 3), slice(2), slice(1, 2)], ids=["all", "maps", "input", "one"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_maps_of_one_input_have_the_gradients_of_maps_apart(with_bias, read):
     """What nobody reads has no gradient, as the value of a layer that HCD alone reads."""
@@ -351,21 +344,18 @@ def test_maps_of_one_input_have_the_gradients_of_maps_apart(with_bias, read):
             torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"position_encoding": "deberta", "layernorm_position": "post"},  # its mask decoder decodes places
-        {
-            "objective": ObjectiveConfig(objective="electra", generator_size=1.0),
-            "layernorm_position": "pre",
-            "ffn_hidden_size": 48,  # the generator's: one graph serves both
-        },
-        {"layernorm_position": "pre", "ffn": "geglu", "bias": False, "norm": "rmsnorm", "first_norm": False},
-        {"layernorm_position": "post", "bias": False},
-    ],
-    ids=["post", "pre", "modern", "no bias"],
-)
-def test_a_compiled_model_has_the_sums_and_gradients_of_the_other(changes, traced):
+SMALL_ELECTRA = ObjectiveConfig(objective="electra", generator_size=1.0)
+COMPILED = {
+    "post": {"position_encoding": "deberta", "layernorm_position": "post"},  # its mask decoder decodes places
+    # The width of the feed-forward maps is the generator's: one graph serves both.
+    "pre": {"objective": SMALL_ELECTRA, "layernorm_position": "pre", "ffn_hidden_size": 48},
+    "modern": {"layernorm_position": "pre", "ffn": "geglu", "bias": False, "norm": "rmsnorm", "first_norm": False},
+    "no bias": {"layernorm_position": "post", "bias": False},
+}
+
+
+@pytest.mark.parametrize("changes", COMPILED.values(), ids=COMPILED)
+def test_a_compiled_model_has_the_sums_and_gradients_of_the_other_and_drops_nothing_in_evaluation(changes, traced):
     batch = tiny_batch()
     keys = SampleKeys(torch.arange(batch.labels.numel()).view_as(batch.labels))
     answers = []
@@ -373,22 +363,13 @@ def test_a_compiled_model_has_the_sums_and_gradients_of_the_other(changes, trace
         model = tiny_model(compile=setting, **changes)
         sums = model(batch, some_draws(batch)._replace(own=keys)).sums
         answers.append({"sums": sums, **gradients(model, sums, range(1, 1 + len(sums)))})
-    assert answers[0].keys() == answers[1].keys()
-    for name, expected in answers[0].items():
-        torch.testing.assert_close(answers[1][name], expected, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(answers[1], answers[0])
+    dropping = (tiny_model(compile=setting, **changes, hidden_dropout=0.5).eval() for setting in ("on", "off"))
+    torch.testing.assert_close(*(encode(model, batch) for model in dropping))
 
 
-@pytest.mark.parametrize("order", ["post", "pre"])
-def test_a_compiled_model_drops_nothing_in_evaluation(order, traced):
-    batch, changes = tiny_batch(), {"layernorm_position": order, "hidden_dropout": 0.5}
-    compiled, plain = (tiny_model(compile=setting, **changes).eval() for setting in ("on", "off"))
-    torch.testing.assert_close(encode(compiled, batch), encode(plain, batch))
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_dropout_repeats_when_a_layer_is_computed_again(backend, monkeypatch):
-    torch.compiler.reset()
-    monkeypatch.setattr(fused, "compile_region", cache(partial(torch.compile, fullgraph=True, backend=backend)))
+@pytest.mark.parametrize("traced", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)], indirect=True)
+def test_dropout_repeats_when_a_layer_is_computed_again(traced):
     answers = []
     for recompute in (False, True, False):
         states, _ = region_inputs(16, 0.5)
@@ -400,40 +381,37 @@ def test_dropout_repeats_when_a_layer_is_computed_again(backend, monkeypatch):
         assert torch.equal(kept, again) and not torch.equal(kept, other)
 
 
-def counted(monkeypatch):
+@pytest.fixture
+def compiled(monkeypatch):
     """Compile regions by a backend that needs no compiler; return the list to which each compiled graph is added."""
-    graphs = []
+    found = []
+    torch.compiler.reset()
 
     def backend(graph, inputs):
-        graphs.append(graph)
+        found.append(graph)
         return graph
 
-    torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     monkeypatch.setattr(fused, "compile_region", cache(fused.compile_region.__wrapped__))
     monkeypatch.setattr(fused, "own_copy", cache(fused.own_copy.__wrapped__))
-    return graphs
+    return found
 
 
-def test_models_of_many_widths_share_no_code(monkeypatch):
+def test_models_of_many_widths_share_no_code(compiled):
     """A sweep over encoders or a comparison holds more than torch's 8 variants of one function in a process."""
-    graphs = counted(monkeypatch)
     for width in range(4, 16):
         states = (torch.randn(2, 3, width), torch.randn(2, 3, width))
-        norm = (torch.ones(width), None, 1e-5, False)
-        for dropout in (0.1, 0.0):
-            for _ in range(2):
-                fused.run_compiled(fused.add_norm, states, dropout, *norm)
-    assert len(graphs) == 24
+        for dropout in (0.1, 0.1, 0.0, 0.0):
+            fused.run_compiled(fused.add_norm, states, dropout, torch.ones(width), None, 1e-5, False)
+    assert len(compiled) == 24
 
 
 @torch._dynamo.config.patch(recompile_limit=2)
-def test_beyond_the_limit_of_variants_a_region_runs_plainly(monkeypatch):
-    graphs = counted(monkeypatch)
+def test_beyond_the_limit_of_variants_a_region_runs_plainly(compiled):
     for grad in ((True, True), (True, False), (False, True), (False, False), (True, True)):
         hidden, added = (torch.randn(2, 3, 4, requires_grad=needed) for needed in grad)
         assert torch.equal(fused.run_compiled(fused.add, (hidden, added), 0.0), hidden + added)
-    assert len(graphs) == 2
+    assert len(compiled) == 2
 
 
 def test_position_terms_trace_without_a_break():
@@ -450,31 +428,23 @@ def test_compile_acts_by_setting_device_and_triton(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr(fused, "_headers", lambda: tmp_path)
     for setting, device, capability, expected in (
-        ("on", CPU, None, True),
-        ("auto", CPU, None, False),
-        ("on", GPU, (7, 0), True),
-        ("auto", GPU, (7, 0), False),
-        ("auto", GPU, (8, 0), True),
-        ("off", GPU, (9, 0), False),
+        *(("on", CPU, None, True), ("auto", CPU, None, False), ("on", GPU, (7, 0), True)),
+        *(("auto", GPU, (7, 0), False), ("auto", GPU, (8, 0), True), ("off", GPU, (9, 0), False)),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
         assert compiles(setting, device) is expected, (setting, device, capability)
+
+    def assert_refused(words):
+        fused.missing_for_triton.cache_clear()
+        assert compiles("auto", GPU) is False and words in fused.why_not_compile(GPU)
+
     monkeypatch.setattr(fused, "_headers", lambda: Path("no headers"))
-    fused.missing_for_triton.cache_clear()
-    assert compiles("auto", GPU) is False
-    assert "needs Python.h, which is not in no headers" in fused.why_not_compile(GPU)
+    assert_refused("needs Python.h, which is not in no headers")
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
-    fused.missing_for_triton.cache_clear()
-    assert compiles("auto", GPU) is False
-    assert "needs a C compiler, and neither gcc nor clang is found" in fused.why_not_compile(GPU)
+    assert_refused("needs a C compiler, and neither gcc nor clang is found")
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
-    fused.missing_for_triton.cache_clear()
-    assert compiles("auto", GPU) is False
-    assert "needs the package triton" in fused.why_not_compile(GPU)
-
-
-def test_a_missing_compiler_is_told(monkeypatch):
+    assert_refused("needs the package triton")
     monkeypatch.setenv("CXX", sys.executable)
     assert fused.why_not_compile(CPU) is None
     monkeypatch.setenv("CXX", "no-such-compiler")
