@@ -160,54 +160,43 @@ STARTED_BY_SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TAS
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
 
-@pytest.fixture
-def given(monkeypatch):
-    """Complete an environment that has only these variables; returns rank, number of ranks and local rank."""
+COMPLETE = [
+    ({}, ("0", "1", "0")),
+    (ALL, ("1", "2", "1")),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, ("0", "1", None)),
+    (SRUN | MEETING, ("3", "4", "1")),
+    (BATCH, ("0", "1", "0")),  # the batch script itself, without srun
+    ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "node1"}, ("0", "1", "0")),  # and without --ntasks
+    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ("0", "1", "0")),
+    ({"OMPI_COMM_WORLD_SIZE": "1"}, ("0", "1", "0")),
+    (MPIRUN | MEETING, ("3", "4", "1")),
+    (STARTED_BY_SRUN | MPIRUN | MEETING, ("3", "4", "1")),
+]
+"""Variables → rank, number of ranks and local rank."""
+BEFORE = "export MASTER_ADDR and MASTER_PORT"
+LACKING = [
+    (SRUN, f"srun started 4 processes, and each would run alone.* {BEFORE}"),
+    (SRUN | {"MASTER_ADDR": "node1"}, f"srun started 4 processes, .* {BEFORE}"),
+    (SRUN | {"MASTER_PORT": "29500"}, f"srun started 4 processes, .* {BEFORE}"),
+    (BATCH | {"MASTER_ADDR": "node1"}, "the job has 4 tasks, but srun did not start this process"),
+    (MPIRUN, f"mpirun started 4 processes.* {BEFORE} before it .mpirun passes them on by -x"),
+    ({"PMI_SIZE": "2"}, "mpiexec started 2 processes"),
+    ({"RANK": "0"}, "WORLD_SIZE is not set, but RANK is"),
+    *((({k: v for k, v in ALL.items() if k != name}), f"{name} is not set") for name in list(ALL)[1:]),
+    (ALL | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', not a number"),
+    (ALL | {"RANK": "-1"}, "RANK is '-1', not a number"),
+]
 
-    def complete(variables):
+
+def test_the_environment_is_complete_or_processes_that_cannot_meet_are_refused(monkeypatch):
+    for variables, expected in COMPLETE:
         monkeypatch.setattr(os, "environ", dict(variables))
         complete_environment()
-        return tuple(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-
-    return complete
-
-
-def test_a_complete_environment(given):
-    for variables, expected in (
-        ({}, ("0", "1", "0")),
-        (ALL, ("1", "2", "1")),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, ("0", "1", None)),
-        (SRUN | MEETING, ("3", "4", "1")),
-        (BATCH, ("0", "1", "0")),  # the batch script itself, without srun
-        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "node1"}, ("0", "1", "0")),  # and without --ntasks
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ("0", "1", "0")),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, ("0", "1", "0")),
-        (MPIRUN | MEETING, ("3", "4", "1")),
-        (STARTED_BY_SRUN | MPIRUN | MEETING, ("3", "4", "1")),
-    ):
-        assert given(variables) == expected, variables
-
-
-BEFORE = "export MASTER_ADDR and MASTER_PORT"
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        (SRUN, f"srun started 4 processes, and each would run alone.* {BEFORE}"),
-        (SRUN | {"MASTER_ADDR": "node1"}, f"srun started 4 processes, .* {BEFORE}"),
-        (SRUN | {"MASTER_PORT": "29500"}, f"srun started 4 processes, .* {BEFORE}"),
-        (BATCH | {"MASTER_ADDR": "node1"}, "the job has 4 tasks, but srun did not start this process"),
-        (MPIRUN, f"mpirun started 4 processes.* {BEFORE} before it .mpirun passes them on by -x"),
-        ({"PMI_SIZE": "2"}, "mpiexec started 2 processes"),
-        ({"RANK": "0"}, "WORLD_SIZE is not set, but RANK is"),
-        *((({k: v for k, v in ALL.items() if k != name}), f"{name} is not set") for name in list(ALL)[1:]),
-        (ALL | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', not a number"),
-        (ALL | {"RANK": "-1"}, "RANK is '-1', not a number"),
-    ],
-)
-def test_processes_that_cannot_meet_are_refused(given, variables, message):
-    refused(message, given, variables)
+        got = tuple(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        assert got == expected, variables
+    for variables, message in LACKING:
+        monkeypatch.setattr(os, "environ", dict(variables))
+        refused(message, complete_environment)
 
 
 @pytest.fixture
@@ -314,15 +303,13 @@ def test_rows_of_all_ranks_are_joined_without_padding_and_those_of_a_sample_coun
         assert row_counts(7, Ranks(1, 4, CPU, **own)).tolist() == [0, counted, 0, 0]
 
 
-@pytest.mark.parametrize(("came", "absent"), [([0], "ranks 1, 2"), ([0, 2], "rank 1")])
-def test_ranks_that_do_not_come_are_named(came, absent):
-    store, patience = dist.HashStore(), datetime.timedelta(seconds=0.3)
-
-    def wait(rank):
-        refused(f"{absent} did not come within 0.005 minutes", rendezvous.wait_for_all, store, rank, 3, patience)
-
-    with ThreadPoolExecutor(len(came)) as pool:
-        list(pool.map(wait, came))
+def test_ranks_that_do_not_come_are_named():
+    patience = datetime.timedelta(seconds=0.3)
+    for came, absent in (([0], "ranks 1, 2"), ([0, 2], "rank 1")):
+        words, store = f"{absent} did not come within 0.005 minutes", dist.HashStore()
+        with ThreadPoolExecutor(len(came)) as pool:
+            calls = [pool.submit(refused, words, rendezvous.wait_for_all, store, rank, 3, patience) for rank in came]
+            assert all(call.result() for call in calls)
 
 
 class Left(NamedTuple):
