@@ -1,22 +1,33 @@
-"""Positions act, every parameter learns, and the model's names, shapes and counts are the known ones.
+"""Names, shapes, counts and gradients of parameters, a micro-batch's layout, the masked-LM head, and the options of a
+modern backbone: each as its loop twin computes it, each acting, where it says.
 
 The golden files name every parameter: a rename is a reviewed change of a file here, never a lost checkpoint.
-`layout_of`: where a micro-batch has its tokens, against a count token by token. The masked-LM head: predicted positions
-only, tied weights, a vocabulary's padding that is never predicted.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig, encoding_class
+from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
+from megatron_ddrp.model.bert import SampleKeys
 from megatron_ddrp.model.positions import LayerPositions
-from megatron_ddrp.model.stages import Draws, Inputs, layout_of
-from tests.unit.model.tiny import encode, packed_batch, some_draws, tiny_batch, tiny_config, tiny_model, twin_sums
+from megatron_ddrp.model.stages import Draws, layout_of
+from tests.refusals import refused
+from tests.unit.model.tiny import (
+    assert_every_backend_equals_the_twin,
+    gradients,
+    named_sums,
+    packed_batch,
+    some_draws,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
+)
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 VARIANTS = {name.replace("-", "_"): {"position_encoding": name} for name in ENCODINGS}
@@ -32,13 +43,9 @@ OWN = {
     "nope": {},
 }
 """Variants without a golden file → the names and shapes of the position parameters in a tiny model."""
-GENERATORS = {
-    "electra": ObjectiveConfig(objective="electra"),
-    "electra_former": ObjectiveConfig(objective="electra", generator_embeddings="own"),
-    "rtd": ObjectiveConfig(objective="rtd"),
-}
+GENERATORS = {name: ObjectiveConfig(objective=name) for name in ("electra", "rtd")}
 """Golden file of a model with a generator → its objective."""
-RELATIVE = [name for name in ENCODINGS if name != "absolute"]
+GENERATORS["electra_former"] = ObjectiveConfig(objective="electra", generator_embeddings="own")
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *GENERATORS])
@@ -59,18 +66,11 @@ def golden(variant):
     return json.loads((GOLDEN / f"{variant}_params.json").read_text(encoding="utf-8"))
 
 
-def test_pre_norm_adds_one_last_norm():
-    names = {
-        order: {n for n, _ in tiny_model(layernorm_position=order).named_parameters()} for order in ("post", "pre")
-    }
-    assert names["pre"] - names["post"] == {"head.final_norm.weight", "head.final_norm.bias"}
-    assert names["post"] < names["pre"]
-
-
-def test_every_variant_has_its_golden_file_and_no_other():
-    assert {path.stem for path in GOLDEN.glob("*_params.json")} == {
-        f"{variant}_params" for variant in {*VARIANTS, *GENERATORS} - OWN.keys()
-    }
+def test_every_variant_has_its_golden_file_and_no_other_and_pre_norm_adds_one_last_norm():
+    files = {path.stem for path in GOLDEN.glob("*_params.json")}
+    assert files == {f"{variant}_params" for variant in {*VARIANTS, *GENERATORS} - OWN.keys()}
+    post, pre = ({n for n, _ in tiny_model(layernorm_position=order).named_parameters()} for order in ("post", "pre"))
+    assert pre - post == {"head.final_norm.weight", "head.final_norm.bias"} and post < pre
 
 
 UNTIED = (512 + 1) * 768 + 2 * 768 + 2 * (768 * 768 + 768)
@@ -78,29 +78,16 @@ UNTIED = (512 + 1) * 768 + 2 * 768 + 2 * (768 * 768 + 768)
 DISENTANGLED = 12 * (768 * 768 + 768 * 768 + 768)
 """DeBERTa: W^{K,r} and W^{Q,r} with a bias, in 12 layers."""
 DECODER = 512 * 768
+OF_POSITIONS = {
+    **{"absolute": 393_216, "bert_r": 8_192, "bert_r_per_layer": 98_304, "tupe_a": UNTIED},
+    **{"tupe_r": UNTIED + 33 * 12, "tupe_r_per_layer": 12 * (UNTIED + 33 * 12)},
+    "deberta": 128 * 768 + DISENTANGLED + DECODER,
+    "deberta_per_layer": 12 * 128 * 768 + DISENTANGLED + DECODER,
+    **{"ddrp": 4_288, "ddrp_per_layer": 51_456, "ddrp_absolute_embedding": 4_288 + 393_216},
+}
 
 
-@pytest.mark.parametrize(
-    "variant, expected",
-    [
-        ("absolute", 393_216),
-        ("bert_r", 8_192),
-        ("bert_r_per_layer", 98_304),
-        ("tupe_a", UNTIED),
-        ("tupe_r", UNTIED + 33 * 12),
-        ("tupe_r_per_layer", 12 * (UNTIED + 33 * 12)),
-        ("deberta", 128 * 768 + DISENTANGLED + DECODER),
-        ("deberta_per_layer", 12 * 128 * 768 + DISENTANGLED + DECODER),
-        ("ddrp", 4_288),
-        ("ddrp_per_layer", 51_456),
-        ("ddrp_absolute_embedding", 4_288 + 393_216),
-    ],
-)
-def test_position_parameters_of_the_base_model(variant, expected):
-    assert count_parameters(on_meta_device(ModelConfig(**VARIANTS[variant])))[1] == expected
-
-
-def test_parameters_of_bert_base():
+def test_parameters_of_bert_base_and_those_of_positions():
     hidden, ffn, layers, vocab, positions, segments = 768, 3072, 12, 30522, 512, 2
     norm = 2 * hidden
     embeddings = (vocab + positions + segments) * hidden + norm
@@ -112,26 +99,20 @@ def test_parameters_of_bert_base():
     assert count_parameters(absolute)[0] == total
     assert count_parameters(on_meta_device(ModelConfig()))[0] == total - positions * hidden + 4_288
     assert absolute.embeddings.token.weight.shape == (30592, hidden)  # padded to a multiple of 128
+    found = {name: count_parameters(on_meta_device(ModelConfig(**VARIANTS[name])))[1] for name in OF_POSITIONS}
+    assert found == OF_POSITIONS
 
 
-SLOPES = ("position.left", "position.right")
-"""Parameters that act through a softplus."""
-OF_THEIR_OWN = ("position.direction", *SLOPES)
-"""Parameters that start elsewhere: test_relative_positions.py."""
+OF_THEIR_OWN = ("position.direction", "position.left", "position.right")
+"""Parameters that start elsewhere: test_positions.py."""
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_initialisation_is_berts(encoding):
     torch.manual_seed(0)
-    config = ModelConfig(
-        num_layers=1,
-        hidden_size=256,
-        num_attention_heads=4,
-        relative_distance=None if encoding_class(encoding).relative_distance is None else 512,
-        vocab_size=2000,
-        position_encoding=encoding,
-    )
-    model = build_model(config)
+    sizes = {"num_layers": 1, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 2000}
+    distance = None if encoding_class(encoding).relative_distance is None else 512
+    model = build_model(ModelConfig(**sizes, relative_distance=distance, position_encoding=encoding))
     for name, parameter in model.named_parameters():
         if "norm" in name:
             assert parameter.eq(1.0 if name.endswith("weight") else 0.0).all(), name
@@ -141,150 +122,47 @@ def test_initialisation_is_berts(encoding):
             count = parameter.numel()
             assert abs(parameter.mean()) < 5 * 0.02 / count**0.5, name
             assert abs(parameter.std() - 0.02) < 5 * 0.02 / (2 * count) ** 0.5, name
-    assert not torch.equal(build_model(config).head.decoder.weight, model.head.decoder.weight)
-
-
-def position_parameters(model):
-    """All parameters through which an encoding acts on the hidden states, by name."""
-    places = (".position.", ".layer_position.", ".absolute.")
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if any(place in f".{name}" for place in places) and not name.startswith("mask_decoder.")
-    }
-
-
-def test_each_absolute_embedding_moves_the_logits_of_its_own_place():
-    model, batch = tiny_model(position_encoding="absolute"), tiny_batch(lengths=(7,))
-    batch = batch._replace(segment_ids=torch.zeros_like(batch.segment_ids))
-    inputs = Inputs.of(batch, Draws.none(1, 2))
-    before = model.embeddings.embed(inputs).detach().clone()
-    before_hidden = encode(model, batch)
-    for row in range(7):
-        with torch.no_grad():
-            model.embeddings.absolute.weight[row, 0] += 0.5
-            moved = (model.embeddings.embed(inputs) - before).abs().sum(-1)[0] > 1e-9
-            assert (encode(model, batch) - before_hidden).abs().sum(-1).gt(1e-9).all()  # through attention, all move
-            model.embeddings.absolute.weight[row, 0] -= 0.5
-        assert moved.nonzero().flatten().tolist() == [row]
-
-
-def has_positions(encoding):
-    """Whether an encoding says where tokens stand: in the logits, in the input or by rotating."""
-    own = encoding_class(encoding)
-    rotates = own.layer_part.rotate is not LayerPositions.rotate
-    return own.in_logits or own.adds_absolute_embedding or rotates
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_permuting_tokens_does_more_than_permute_the_outputs(encoding):
-    model, batch = tiny_model(position_encoding=encoding), tiny_batch(lengths=(7,))
-    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
-    permuted = batch._replace(input_ids=batch.input_ids[:, order], segment_ids=batch.segment_ids[:, order])
-    difference = (encode(model, permuted) - encode(model, batch)[:, order]).abs().max()
-    assert difference > 1e-2 if has_positions(encoding) else difference < 1e-11
-    if not position_parameters(model):  # nothing to take away
-        return
-    with torch.no_grad():  # without its position parameters the model sees a bag of tokens
-        for name, parameter in position_parameters(model).items():
-            parameter.fill_(-torch.inf if name.endswith(SLOPES) else 0.0)
-    torch.testing.assert_close(encode(model, permuted), encode(model, batch)[:, order], rtol=0, atol=1e-11)
+    assert not torch.equal(build_model(model.config).head.decoder.weight, model.head.decoder.weight)
 
 
 @pytest.mark.parametrize("order", ["post", "pre"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_parameter_learns_under_mth(variant, order):
-    model = tiny_model(layernorm_position=order, **VARIANTS[variant])
-    batch = tiny_batch()
-    model(batch, some_draws(batch)).sums.sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 1e-6, name
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_under_mlm_only_key_biases_do_not_learn(variant):
+def test_every_parameter_learns_under_mth_and_under_mlm_all_but_key_biases(variant, order):
     """Q_i·b is the same for every key j, so the softmax cancels it. HCD reads the logits before that, DeBERTa's
     position queries meet the key's bias at every distance anew, and a rotation turns it by every key's place."""
-    model, batch = tiny_model(**VARIANTS[variant]), tiny_batch()
-    model(batch, Draws.none(3, 2)).sums[0].backward()
-    still = {name for name, parameter in model.named_parameters() if parameter.grad.abs().max() < 1e-12}
+    model, batch = tiny_model(layernorm_position=order, **VARIANTS[variant]), tiny_batch()
+    learned = gradients(model, model(batch, some_draws(batch)).sums, (1.0,) * 4)
+    assert not [name for name, gradient in learned.items() if not gradient.abs().max() > 1e-6]
+    found = gradients(model, model(batch, Draws.none(3, 2)).sums, (1.0,))
     rotates = encoding_class(VARIANTS[variant]["position_encoding"]).layer_part.rotate is not LayerPositions.rotate
     biases = {f"layers.{number}.attention.key.bias" for number in range(2)}
     expected = set() if rotates or "deberta" in variant else biases
-    assert still == expected
+    assert {name for name, gradient in found.items() if gradient.abs().max() < 1e-12} == expected
 
 
-def test_a_key_bias_acts_in_deberta_whose_published_model_has_none():
-    model, batch = tiny_model(position_encoding="deberta", key_bias=True), tiny_batch()
-    model(batch, Draws.none(3, 2)).sums[0].backward()
-    assert all(layer.attention.key.bias.grad.abs().max() > 1e-8 for layer in model.layers)
-    assert all(layer.attention.key.bias is None for layer in tiny_model(position_encoding="deberta").layers)
-
-
-@pytest.mark.parametrize("encoding", RELATIVE)
-def test_a_shared_table_serves_all_layers_and_a_table_per_layer_only_its_own(encoding):
-    batch = tiny_batch()
-    shared = tiny_model(relative_table="shared", position_encoding=encoding)
-    assert all(layer.position is None for layer in shared.layers)
-    apart = tiny_model(relative_table="per-layer", position_encoding=encoding)
-    assert apart.embeddings.position is None
-    for number in range(2):
-        apart.layers[number].position.load_state_dict(shared.embeddings.position.state_dict())
-    state = {k: v for k, v in shared.state_dict().items() if not k.startswith("embeddings.position.")}
-    assert not apart.load_state_dict(state, strict=False).unexpected_keys
-    draws = some_draws(batch)
-    sums = shared(batch, draws).sums, apart(batch, draws).sums
-    torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
-    for loss in sums:
-        loss.sum().backward()
-    for name, parameter in shared.embeddings.position.named_parameters():
-        total = sum(dict(layer.position.named_parameters())[name].grad for layer in apart.layers)
-        torch.testing.assert_close(parameter.grad, total, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_each_position_parameter_moves_the_loss(variant):
-    model, batch = tiny_model(**VARIANTS[variant]), tiny_batch()
-    draws = some_draws(batch)
-    before = model(batch, draws).sums.detach()
-    for name, parameter in position_parameters(model).items():
-        kept = parameter.detach().clone()
-        with torch.no_grad():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-            assert (model(batch, draws).sums - before).abs()[[0, 2]].gt(1e-9).all(), name
-            parameter.copy_(kept)
-
-
-PADDED = tiny_batch(lengths=(7, 4, 2))
-FULL = tiny_batch(lengths=(7, 7))
 PACKED = packed_batch(tiny_batch(lengths=(7, 4, 2, 3)), [[0], [1, 2], [3]])
 PACKED_FULL = packed_batch(tiny_batch(lengths=(4, 3, 7)), [[0, 1], [2]])
-NOTHING_TO_PREDICT = tiny_batch(predicted=0)
-BATCHES = {"padded": PADDED, "full": FULL, "packed": PACKED, "packed without padding": PACKED_FULL}
-BATCHES |= {"nothing to predict": NOTHING_TO_PREDICT}
+BATCHES = {"padded": tiny_batch(lengths=(7, 4, 2)), "full": tiny_batch(lengths=(7, 7)), "packed": PACKED}
+BATCHES |= {"packed without padding": PACKED_FULL, "nothing to predict": tiny_batch(predicted=0)}
 
 
 def count(batch):
     """The runs of a document or of padding as lists of flat places, the predicted ones, and whether a row restarts."""
     runs, predicted, restarts = {}, [], False
-    rows, seq = batch.input_ids.shape
-    for row in range(rows):
-        for column in range(seq):
-            place = row * seq + column
-            number, position = int(batch.document_ids[row, column]), int(batch.position_ids[row, column])
-            runs.setdefault((row, number), []).append(place)
-            if number:
-                restarts = restarts or (position != column and position != 0)
-            if batch.labels[row, column] != IGNORED_LABEL:
-                predicted.append(place)
+    for place, number in enumerate(batch.document_ids.flatten().tolist()):
+        row, column = divmod(place, batch.input_ids.shape[1])
+        runs.setdefault((row, number), []).append(place)
+        if number:
+            restarts = restarts or int(batch.position_ids[row, column]) not in (column, 0)
+        if batch.labels[row, column] != IGNORED_LABEL:
+            predicted.append(place)
     return list(runs.values()), predicted, restarts
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_the_layout_is_what_counting_gives(name):
+def test_the_layout_is_what_counting_gives_and_one_for_arrays_and_tensors(name):
     batch = BATCHES[name]
-    layout = layout_of(batch)
-    runs, predicted, restarts = count(batch)
+    layout, (runs, predicted, restarts) = layout_of(batch), count(batch)
     assert layout.predicted.tolist() == predicted
     borders = layout.runs.tolist()
     assert [list(range(begin, end)) for begin, end in zip(borders, borders[1:], strict=False)] == runs
@@ -294,30 +172,17 @@ def test_the_layout_is_what_counting_gives(name):
     seq = batch.input_ids.shape[1]
     asked = (layout.queries + seq * torch.arange(len(layout.queries))[:, None]).flatten()
     assert asked[layout.answers].tolist() == predicted
-    assert layout.queries.shape[1] == max(
-        sum(place // seq == row for place in predicted) for row in range(len(batch.labels))
-    )
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_arrays_and_tensors_have_one_layout(name):
-    batch = BATCHES[name]
-    for one, other in zip(layout_of(batch), layout_of(batch.map(torch.Tensor.numpy)), strict=True):
+    longest = max(sum(place // seq == row for place in predicted) for row in range(len(batch.labels)))
+    assert layout.queries.shape[1] == longest
+    for one, other in zip(layout, layout_of(batch.map(torch.Tensor.numpy)), strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
-def test_the_sum_equals_the_twin_and_counts_predicted_positions_alone(monkeypatch):
-    model, batch = tiny_model(), tiny_batch()
-    seen = []
-    original = model.head.dense.forward
-    monkeypatch.setattr(model.head.dense, "forward", lambda hidden: seen.append(hidden.shape) or original(hidden))
-    got = model(batch, Draws.none(3, 2)).sums[0]
-    torch.testing.assert_close(got, twin_sums(model, batch, Draws.none(3, 2))[0], rtol=1e-11, atol=0)
+def test_input_and_output_embedding_share_storage_and_predicted_positions_alone_reach_the_head():
+    model, batch, seen = tiny_model(), tiny_batch(), []
+    model.head.dense.register_forward_hook(lambda _, given, __: seen.append(given[0].shape))
+    model(batch, Draws.none(3, 2))
     assert seen == [(int((batch.labels != IGNORED_LABEL).sum()), 12)]
-
-
-def test_input_and_output_embedding_share_storage():
-    model = tiny_model()
     assert model.head.decoder.weight is model.embeddings.token.weight
     copy = build_model(tiny_config())
     copy.load_state_dict(model.state_dict())
@@ -326,7 +191,9 @@ def test_input_and_output_embedding_share_storage():
     assert names == ["embeddings.token.weight"]
 
 
-def test_padding_of_the_vocabulary_is_never_predicted():
+def test_the_padding_of_a_vocabulary_is_never_predicted_and_one_without_has_finite_logits():
+    model = tiny_model(vocab_size=128)
+    assert model.head.logits(torch.randn(5, 12, dtype=torch.float64)).isfinite().all()
     model = tiny_model()
     assert model.head.decoder.out_features == 128
     with torch.no_grad():
@@ -339,11 +206,6 @@ def test_padding_of_the_vocabulary_is_never_predicted():
     model(batch, Draws.none(3, 2)).sums[0].backward()
     assert model.head.decoder.bias.grad[11:].eq(0).all() and model.head.decoder.bias.grad[:11].ne(0).all()
     assert model.embeddings.token.weight.grad[11:].eq(0).all()
-
-
-def test_a_vocabulary_without_padding_has_finite_logits():
-    model = tiny_model(vocab_size=128)
-    assert model.head.logits(torch.randn(5, 12, dtype=torch.float64)).isfinite().all()
 
 
 @pytest.mark.parametrize("encoding", ["ddrp", "deberta"])
@@ -359,3 +221,107 @@ def test_nothing_to_predict_is_a_zero_loss_with_zero_gradients(encoding, lengths
         assert parameter.grad is None or parameter.grad.eq(0).all(), name
         assert parameter.grad is not None or (encoding, min(lengths)) != ("deberta", 2), name
     assert model.head.dense.weight.grad is not None
+
+
+MODERN = {
+    **{"position_encoding": "rope", "layernorm_position": "pre"},
+    **{"first_norm": False, "ffn": "geglu", "bias": False, "num_segments": 0},
+}
+OPTIONS = {
+    "geglu": {"ffn": "geglu"},
+    "swiglu": {"ffn": "swiglu"},
+    "rmsnorm": {"norm": "rmsnorm"},
+    "no bias": {"bias": False},
+    "biases of norms alone": {"bias": False, "norm_bias": True},
+    "no biases of norms": {"norm_bias": False},
+    "no embedding norm": {"embedding_norm": False},
+    "no key bias": {"key_bias": False, "position_encoding": "deberta-v2"},
+    "key bias": {"key_bias": True, "position_encoding": "deberta", "deberta_emd": False},
+    "no first norm": {"first_norm": False, "layernorm_position": "pre"},
+    "narrow embeddings": {"embedding_size": 6, "position_encoding": "absolute"},
+    "one segment": {"num_segments": 1},
+    "no segments": {"num_segments": 0},
+    "modern": MODERN,
+    "nomic_bert": {"position_encoding": "rope", "ffn": "swiglu", "bias": False, "norm_bias": True},
+    "eurobert": {**MODERN, "ffn": "swiglu", "norm": "rmsnorm", "first_norm": True, "embedding_norm": False},
+    "modern, rmsnorm, wide embeddings": {**MODERN, "norm": "rmsnorm", "embedding_size": 20},
+}
+
+
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+def test_model_equals_the_twin(changes):
+    model, batch = tiny_model(**changes), tiny_batch(lengths=(6, 1, 3), seq=6)
+    assert assert_every_backend_equals_the_twin(model, batch, some_draws(batch))[:3].abs().min() > 1e-3
+
+
+def shapes_of(model):
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def test_names_of_the_modern_backbone_and_of_narrow_embeddings():
+    """A rename loses checkpoints: these names and shapes are what folders hold."""
+    layer = {
+        **{f"attention.{part}.weight": [12, 12] for part in ("query", "key", "value", "output")},
+        **{f"feed_forward.{part}.weight": [10, 12] for part in ("input", "gate")},
+        **{"feed_forward.output.weight": [12, 10], "feed_forward_norm.weight": [12]},
+    }
+    assert shapes_of(tiny_model(**MODERN)) == {
+        **{"embeddings.token.weight": [128, 12], "embeddings.norm.weight": [12]},
+        **{f"layers.{number}.{name}": shape for number in range(2) for name, shape in layer.items()},
+        **{"layers.1.attention_norm.weight": [12], "head.final_norm.weight": [12]},
+        **{"head.dense.weight": [12, 12], "head.norm.weight": [12], "head.decoder.bias": [128]},
+    }
+    model = tiny_model(embedding_size=6, position_encoding="absolute")
+    assert {
+        **{"embeddings.token.weight": [128, 6], "embeddings.norm.weight": [6]},
+        **{"embeddings.absolute.weight": [7, 6], "embeddings.projection.weight": [12, 6]},
+        **{"head.dense.weight": [6, 12], "head.norm.weight": [6]},
+    }.items() <= shapes_of(model).items()
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(model)[0] == whole - (128 - 11) * (6 + 1)
+    fresh = build_model(tiny_config(**MODERN))
+    assert [name for name in shapes_of(fresh) if name.endswith("bias")] == ["head.decoder.bias"]
+
+
+@pytest.mark.parametrize("changes", [MODERN, {**MODERN, "norm": "rmsnorm"}], ids=["layernorm", "rmsnorm"])
+def test_documents_of_a_packed_row_are_as_they_are_apart(changes):
+    model, batch = tiny_model(**changes), tiny_batch()
+    sums = [model(each, some_draws(each)).sums for each in (batch, packed_batch(batch, [[0, 2], [1]]))]
+    torch.testing.assert_close(*sums, rtol=1e-11, atol=1e-11)
+
+
+def test_a_generator_shares_embeddings_of_any_width():
+    """ELECTRA small: token, segment and absolute embeddings narrower than both models, tied to the output matrix."""
+    objective = ObjectiveConfig(objective="electra", generator_size=1 / 3)
+    model, batch = tiny_model(objective=objective, embedding_size=6, position_encoding="absolute"), tiny_batch()
+    expected = {"generator.embeddings.projection.weight": [4, 6], "generator.head.dense.weight": [6, 4]}
+    assert expected.items() <= shapes_of(model).items()
+    keys = SampleKeys(torch.arange(batch.labels.numel()).view_as(batch.labels))
+    sums = named_sums(model, batch, some_draws(batch)._replace(own=keys))
+    (gradient,) = torch.autograd.grad(sums["lm_loss"], model.embeddings.token.weight)
+    assert gradient.abs().max() > 1e-3 and sums["rtd_loss"] > 0
+
+
+def test_sizes_and_which_layers_are_local():
+    """GEGLU takes as many weights as GELU by default."""
+    for hidden in (128, 768, 1024):
+        sizes = {kind: ModelConfig(hidden_size=hidden, num_attention_heads=2, ffn=kind) for kind in ("gelu", "geglu")}
+        weights = {kind: size.ffn_maps * hidden * size.ffn_size for kind, size in sizes.items()}
+        assert weights["gelu"] <= weights["geglu"] <= 1.13 * weights["gelu"]
+    assert ModelConfig(ffn="geglu").ffn_size == 2048 and ModelConfig(ffn="geglu", ffn_hidden_size=1152).ffn_size == 1152
+    config = tiny_config(local_attention=128, global_every=3)
+    assert [config.window(layer) for layer in range(7)] == [None, 64, 64, None, 64, 64, None]
+    assert tiny_config().window(1) is None
+    assert ModelConfig(embedding_size=768) == ModelConfig()
+
+
+def test_impossible_settings_are_refused():
+    for changes, message in (
+        ({"first_norm": False}, "--no-first-norm with --layernorm-position post"),
+        ({"local_attention": 1}, "--local-attention is 1"),
+        ({"num_segments": 3}, "--num-segments is 3"),
+        ({"rope_theta": 0.5}, "--rope-theta is 0.5"),
+    ):
+        refused(re.escape(message), ModelConfig, **changes)
+    sizes = {"model": {"embedding_size": 8}, "objective": {"notes": True}}
+    refused("--notes with --embedding-size 8: notes join the embeddings", Config().replace, **sizes)

@@ -1,8 +1,8 @@
-"""Each encoding's logits against its loop twin, and proofs that every row of every table serves its own pairs.
+"""Each encoding's logits against its loop twin, and that every row of every table takes part; then by encoding.
 
-No positions: order changes nothing, and an absolute embedding beside it makes a BERT. Rotary positions: the twin is
-judged by complex numbers, ours by transformers; only offsets count, nothing is learned. `--attention-init offsets`
-stands against loops from its formula; a test shows what it makes heads attend to.
+Rotary positions: the twin is judged by complex numbers, ours by transformers. `--attention-init offsets` stands against
+loops from its formula; a test shows what it makes heads attend to. ALiBi with fixed and with learned slopes, T5's bias,
+the buckets of DeBERTa's version 2, how DDRP's D starts, and what does not decay.
 """
 
 import math
@@ -10,19 +10,27 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
-from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.arguments import build_parser, parse_arguments
 from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig, encoding_class
-from megatron_ddrp.model.attention.backends import attend_from, eager_attention
+from megatron_ddrp.engine.build import build_optimizer, names_without_decay
+from megatron_ddrp.model import build_model, count_parameters, on_meta_device
+from megatron_ddrp.model.attention import cpu
+from megatron_ddrp.model.attention.backends import BACKENDS, attend_from, eager_attention
 from megatron_ddrp.model.attention.logits import Attending, attention_logits
 from megatron_ddrp.model.encoder import GAIN
-from megatron_ddrp.model.positions import PositionTerms
+from megatron_ddrp.model.positions import LayerPositions, PositionTerms
 from megatron_ddrp.model.positions.absolute import Rope, Rotation, relative_bucket, set_theta
+from megatron_ddrp.model.positions.biases import T5, Alibi, AlibiAsym, slopes
 from megatron_ddrp.model.positions.contract import reached_offsets
-from tests.reference.positions import t5_bucket, tupe_bucket, turned
+from megatron_ddrp.model.positions.tables import DIRECTION_INITS, SPREAD, Ddrp, DebertaV2, bucket
+from megatron_ddrp.parallel.process_group import Ranks
+from tests.reference import positions as twins
+from tests.reference.positions import alibi_slopes, deberta_v2_buckets, deberta_v2_row, t5_bucket, turned
 from tests.reference.tensors import assert_same, random, seeded
 from tests.refusals import refused, wrong_arguments
-from tests.unit.model.tiny import encode, tiny_batch, tiny_config, tiny_model, twin_scores
+from tests.unit.model.tiny import encode, some_draws, tiny_batch, tiny_config, tiny_model, twin_scores
 
 HEADS, SEQ, DIM = 3, 7, 4
 TABLED = [name for name in ENCODINGS if (own := encoding_class(name)).is_relative and own.relative_distance]
@@ -51,40 +59,29 @@ class Encoding:
         self.seq = self.config.seq_length
         self.query, self.key = random(2, HEADS, self.seq, DIM), random(2, HEADS, self.seq, DIM)
 
-    def terms(self, places=None):
-        """The terms of a batch of 2, by its position numbers `[s]` (default: one document a row)."""
-        places = torch.arange(self.seq) if places is None else torch.tensor(places)
-        return self.table.terms(self.config, self.layer_part.of_layer(self.table(places.expand(2, -1)), *self.maps))
-
-    def rotated(self, states, places=None):
-        """Queries or keys `[2, h, s, d]` as attention takes them."""
-        places = torch.arange(self.seq) if places is None else torch.tensor(places)
-        return self.layer_part.rotate(states, places.expand(2, -1))
+    def at(self, places):
+        """Terms, queries and keys of a batch of 2 by its position numbers `[s]`; without any one document a row."""
+        places = (torch.arange(self.seq) if places is None else torch.tensor(places)).expand(2, -1)
+        terms = self.table.terms(self.config, self.layer_part.of_layer(self.table(places), *self.maps))
+        return terms, *(self.layer_part.rotate(states, places) for states in (self.query, self.key))
 
     def logits(self, places=None):
-        query, key = self.rotated(self.query, places), self.rotated(self.key, places)
-        return attention_logits(query, key, self.terms(places))
+        terms, query, key = self.at(places)
+        return attention_logits(query, key, terms)
 
     def twin(self, places):
         scores = twin_scores(self.name, self.table, self.layer_part, places, self.maps)
         return torch.stack([scores(query, key) for query, key in zip(self.query, self.key, strict=True)])
 
 
-DISTANCES = {"deberta-v2": [2, 4, 6, 12, 128]}
+DISTANCES = {name: [1, 3, 4, SEQ, 12, 128] for name in TABLED} | {"deberta-v2": [2, 4, 6, 12, 128]}
 """Distances below, at and above the sequence; of `deberta-v2`, numbers of buckets, all, half and none of them wide."""
 
 
-@pytest.mark.parametrize(
-    "name, relative_distance",
-    [
-        (name, distance)
-        for name in ENCODINGS
-        for distance in (DISTANCES.get(name, [1, 3, 4, SEQ, 12, 128]) if name in TABLED else [4])
-    ],
-)
-def test_logits_equal_the_twin(name, relative_distance):
+@pytest.mark.parametrize("name, distance", [(name, far) for name in ENCODINGS for far in DISTANCES.get(name, [4])])
+def test_logits_equal_the_twin(name, distance):
     """r_s below, at and above the sequence."""
-    encoding = Encoding(name, relative_distance=relative_distance)
+    encoding = Encoding(name, relative_distance=distance)
     inputs = [encoding.query, encoding.key, *encoding.parameters.values()]
     assert_same(encoding.logits(), encoding.twin(list(range(SEQ))), inputs, atol=1e-9)
 
@@ -100,20 +97,31 @@ def test_logits_of_packed_documents_equal_the_twin(name, places):
     assert_same(fast, slow, [encoding.query, encoding.key, *encoding.parameters.values()], atol=1e-9)
 
 
+PLACES, NONE = torch.tensor([[6, 1, 4], [0, 4, 2]]), torch.empty(0, dtype=torch.long)
+
+
+def assert_some_places_equal_the_whole(query, key, terms, document_ids, inputs):
+    """Compare attention from `PLACES` with those rows of attention from all."""
+    value = random(2, HEADS, SEQ, DIM)
+    rows = PLACES[:, None, :, None].expand(-1, HEADS, -1, DIM)
+    whole, _ = eager_attention(Attending(query, key, value, terms, document_ids, NONE))
+    some = attend_from(query.gather(2, rows), key, value, terms, PLACES, document_ids, 0.0)
+    assert_same(some, whole.gather(2, rows), [*inputs, value])
+
+
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_attend_from_some_places_equals_those_rows_of_the_whole(name):
     encoding = Encoding(name)
-    value, document_ids = random(2, HEADS, SEQ, DIM), torch.tensor([[1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0]])
-    position_ids = [0, 1, 2, 3, 0, 1, 2]
-    terms = encoding.terms(position_ids)
-    query, key = (encoding.rotated(x, position_ids) for x in (encoding.query, encoding.key))
-    places = torch.tensor([[6, 1, 4], [0, 4, 2]])
-    rows = places[:, None, :, None].expand(-1, HEADS, -1, DIM)
-    none = torch.empty(0, dtype=torch.long)
-    whole, _ = eager_attention(Attending(query, key, value, terms, document_ids, none))
-    some = attend_from(query.gather(2, rows), key, value, terms, places, document_ids, 0.0)
-    inputs = [encoding.query, encoding.key, value, *encoding.parameters.values()]
-    assert_same(some, whole.gather(2, rows), inputs)
+    document_ids = torch.tensor([[1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0]])
+    terms, query, key = encoding.at([0, 1, 2, 3, 0, 1, 2])
+    inputs = [encoding.query, encoding.key, *encoding.parameters.values()]
+    assert_some_places_equal_the_whole(query, key, terms, document_ids, inputs)
+
+
+def test_attend_from_reads_a_bias_that_all_heads_share():
+    query, key = (random(2, HEADS, SEQ, DIM) for _ in range(2))
+    terms = PositionTerms(0.3, bias=random(1, 1, SEQ, SEQ))
+    assert_some_places_equal_the_whole(query, key, terms, torch.ones(2, SEQ).long(), [query, key, terms.bias])
 
 
 @pytest.mark.parametrize(("window", "reached"), [(0, "0 3 6"), (2, "012 12345 456"), (6, "0123456 0123456 0123456")])
@@ -127,90 +135,27 @@ def test_attend_from_reaches_both_ends_of_a_window_and_no_further(window, reache
         assert row.tolist() == pytest.approx([(str(key) in keys) / len(keys) for key in range(SEQ)])
 
 
-def test_attend_from_reads_a_bias_that_all_heads_share():
-    query, key, value = (random(2, HEADS, SEQ, DIM) for _ in range(3))
-    terms = PositionTerms(0.3, bias=random(1, 1, SEQ, SEQ))
-    document_ids, places = torch.ones(2, SEQ, dtype=torch.long), torch.tensor([[6, 1, 4], [0, 4, 2]])
-    rows = places[:, None, :, None].expand(-1, HEADS, -1, DIM)
-    whole, _ = eager_attention(Attending(query, key, value, terms, document_ids, torch.empty(0, dtype=torch.long)))
-    some = attend_from(query.gather(2, rows), key, value, terms, places, document_ids, 0.0)
-    assert_same(some, whole.gather(2, rows), [query, key, value, terms.bias])
+BUCKETED = {("tupe-r", "relative"), ("t5", "relative"), ("deberta-v2", "relative")}
 
 
 @pytest.mark.parametrize("name", [name for name in ENCODINGS if Encoding(name).parameters])
 def test_every_row_of_every_parameter_moves_the_logits(name):
     """Each row of each parameter draws a gradient, but for the buckets that no pair of 7 places reads in the twin."""
     encoding = Encoding(name, relative_distance=4)
-    weight = torch.randn_like(encoding.logits())
-    logits = encoding.logits(), encoding.twin(list(range(SEQ)))
-    still, known = (still_rows((x * weight).sum(), encoding.parameters) for x in logits)
-    assert still == known
+    still, weight = [], torch.randn_like(encoding.logits())
+    for logits in (encoding.logits(), encoding.twin(list(range(SEQ)))):
+        found = torch.autograd.grad((logits * weight).sum(), list(encoding.parameters.values()))
+        rows = [(x.abs() < 1e-9).reshape(len(x), -1).all(-1).nonzero().flatten().tolist() for x in found]
+        still.append(dict(zip(encoding.parameters, rows, strict=True)))
+    assert still[0] == still[1]
     if name == "tupe-r":
-        assert known.pop("relative") == unread_buckets()
-    for parameter, rows in known.items():
+        read = {twins.tupe_bucket(i, j, 4) for i in range(SEQ) for j in range(SEQ)}
+        assert still[1].pop("relative") == sorted(set(range(33)) - read)
+    for parameter, rows in still[1].items():
         assert not rows or (name, parameter) in BUCKETED, "only tables of buckets have rows that wait"
 
 
-BUCKETED = {("tupe-r", "relative"), ("t5", "relative"), ("deberta-v2", "relative")}
-
-
-def still_rows(total, parameters):
-    """Rows of each parameter that `total` gives no gradient."""
-    gradients = torch.autograd.grad(total, list(parameters.values()))
-    still = ((x.abs() < 1e-9).reshape(len(x), -1).all(-1).nonzero().flatten().tolist() for x in gradients)
-    return dict(zip(parameters, still, strict=True))
-
-
-def unread_buckets():
-    """Rows of TUPE-R's table that no pair of 7 places reads at distance 4."""
-    return sorted(set(range(33)) - {tupe_bucket(i, j, 4) for i in range(SEQ) for j in range(SEQ)})
-
-
-def pairs_of_row(name, parameter, row, seq):
-    """bool `[s, s]`: the pairs which one row of a table serves, by the paper."""
-    place = torch.arange(seq)
-    i, j = place[:, None], place[None, :]
-    if name == "ddrp" and parameter == "direction":
-        return [i == j, i < j, i > j][row]
-    if name == "ddrp":
-        return (i - j).abs().clamp_max(3) == row
-    if parameter == "relative" and name in ("bert-r", "deberta"):
-        return (i - j).clamp(-4, 3) + 4 == row
-    if name == "tupe-r" and parameter == "relative":
-        return torch.tensor([[tupe_bucket(a, b) == row for b in range(seq)] for a in range(seq)])
-    assert parameter == "table"
-    words = (i > 0) & (j > 0)
-    if row == 0:
-        return (i == 0).expand(seq, seq)
-    return (i > 0) & (j == 0) if row == 1 else words & ((i == row - 1) | (j == row - 1))
-
-
-@pytest.mark.parametrize(
-    "name, parameter, seq",
-    [
-        ("ddrp", "direction", 7),
-        ("ddrp", "distance", 7),
-        ("bert-r", "relative", 7),
-        ("deberta", "relative", 7),
-        ("tupe-a", "table", 7),
-        ("tupe-r", "table", 7),
-        ("tupe-r", "relative", 100),  # far enough for every bucket
-    ],
-)
-def test_each_row_moves_exactly_its_own_pairs(name, parameter, seq):
-    encoding = Encoding(name, relative_distance=128 if seq == 100 else 4, seq_length=seq)
-    with torch.no_grad():
-        before, table = encoding.logits(), encoding.parameters[parameter]
-        for row in range(len(table)):
-            kept = table[row].clone()
-            table[row] += torch.randn_like(kept)
-            moved = (encoding.logits() - before).abs().amax((0, 1)) > 1e-9
-            table[row] = kept
-            of_row = pairs_of_row(name, parameter, row, seq)
-            assert of_row.any() and torch.equal(moved, of_row), row
-
-
-@pytest.mark.parametrize("distance", [1, 4, 7, 8, 9, 10, 64, 128, 300])
+@pytest.mark.parametrize("distance", [1, 4, 5, 7, 8, 9, 10, 20, 32, 64, 128, 300, 512])
 def test_buckets_equal_the_twin_far_beyond_the_last(distance):
     offsets = torch.arange(-600, 601)
     buckets = relative_bucket(offsets, distance)
@@ -223,21 +168,16 @@ def test_buckets_equal_the_twin_far_beyond_the_last(distance):
 @pytest.mark.parametrize("name", ["tupe-a", "tupe-r"])
 def test_the_untied_bias_is_one_for_the_batch_unless_a_row_is_packed(name):
     encoding = Encoding(name)
-    assert encoding.terms().bias.shape == (1, HEADS, SEQ, SEQ)
-    assert encoding.terms([0, 1, 2, 0, 0, 0, 0]).bias.shape[0] == 1  # padding stands at position 0
-    assert encoding.terms([0, 1, 2, 0, 1, 2, 3]).bias.shape[0] == 2
-
-
-def test_encodings_bounded_by_the_trained_length_and_the_legal_ones():
-    assert LIMITED == ["absolute", "tupe-a", "tupe-r"]
-    error = wrong_arguments(".", parse_arguments, ["--position-encoding", "tupe"])
-    assert all(re.search(rf"['\s]{name}[',) ]", str(error)) for name in ENCODINGS)
+    # Padding stands at position 0.
+    for places, rows in ((None, 1), ([0, 1, 2, 0, 0, 0, 0], 1), ([0, 1, 2, 0, 1, 2, 3], 2)):
+        assert encoding.at(places)[0].bias.shape == (rows, HEADS, SEQ, SEQ)
 
 
 @pytest.mark.parametrize("relative_table", ["shared", "per-layer"])
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_beyond_the_trained_length(name, relative_table):
     """Relative encodings go on; the others say in one line what they were given and what they can take."""
+    assert LIMITED == ["absolute", "tupe-a", "tupe-r"]
     model = tiny_model(position_encoding=name, relative_table=relative_table, seq_length=6)
     batch = tiny_batch(lengths=(7,))
     if name not in LIMITED:
@@ -259,49 +199,36 @@ def test_an_absolute_embedding_acts_beside_any_encoding_and_limits_the_length(na
     refused("8 tokens.*--seq-length 7", encode, model, tiny_batch(lengths=(8,), seq=8))
 
 
-WITHOUT_DISTANCE = ["alibi", "alibi-asym", "nope", "rope"]
 REFUSED = [
     *(
         ({"position_encoding": name, "relative_distance": 64}, f"^--.* 64 with .* {name}, .*: leave the d")
-        for name in WITHOUT_DISTANCE
+        for name in ("alibi", "alibi-asym", "nope", "rope")
     ),
-    *(
-        ({"position_encoding": "deberta-v2", "relative_distance": number}, f"^.* deberta-v2: .*got .* {number}: choose")
-        for number in (1, 3, 255)
-    ),
+    *(({"relative_distance": number}, f"^.* deberta-v2: .*got .* {number}: choose") for number in (1, 3, 255)),
     ({"position_encoding": "rope", "hidden_size": 15, "num_attention_heads": 3}, "^--.* rope: .* heads 5 wide: choose"),
     ({"attention_init": "offsets", "position_encoding": "ddrp"}, "give --absolute-embedding"),
     ({"attention_init": "offsets", "position_encoding": "absolute", "embedding_size": 6}, "--embedding-size"),
 ]
+TOO_SHORT = {"query_table": (1, 3, 4), "key_table": (2, 3, 4), "offset_bias": (2, 3)}
 
 
-@pytest.mark.parametrize("settings, message", REFUSED)
-def test_settings_that_no_encoding_can_have_are_refused_in_one_line(settings, message):
-    refused(message, ModelConfig, **settings)
+def test_settings_that_no_encoding_can_have_and_tables_whose_rows_are_not_the_offsets_are_refused():
+    error = wrong_arguments(".", parse_arguments, ["--position-encoding", "tupe"])
+    assert all(re.search(rf"['\s]{name}[',) ]", str(error)) for name in ENCODINGS)
+    for settings, message in REFUSED:
+        refused(message, ModelConfig, **{"position_encoding": "deberta-v2"} | settings)
+    for field, shape in TOO_SHORT.items():
+        with pytest.raises(ValueError, match="a table of 3 rows for the 5 offsets lowest = -2 … highest = 2"):
+            PositionTerms(1.0, lowest=-2, highest=2, **{field: torch.zeros(shape)})
 
 
-TOO_SHORT = [("query_table", (1, 3, 4)), ("key_table", (2, 3, 4)), ("offset_bias", (2, 3))]
-
-
-@pytest.mark.parametrize("field, shape", TOO_SHORT)
-def test_a_table_whose_rows_are_not_the_offsets_is_refused(field, shape):
-    with pytest.raises(ValueError, match="a table of 3 rows for the 5 offsets lowest = -2 … highest = 2"):
-        PositionTerms(1.0, lowest=-2, highest=2, **{field: torch.zeros(shape)})
-
-
-def test_a_document_in_any_order_has_the_same_states_and_absolute_places_make_a_bert():
-    model, batch = tiny_model(position_encoding="nope"), tiny_batch(lengths=(7, 4))
-    order = torch.tensor([3, 0, 2, 1, 6, 4, 5])  # of both rows, padding stays where it is
-    permuted = batch._replace(input_ids=batch.input_ids[:, order], segment_ids=batch.segment_ids[:, order])
-    states = encode(model, batch)[:, order]
-    torch.testing.assert_close(encode(model, permuted), states, rtol=0, atol=1e-12)
-    assert not [name for name in model.state_dict() if "position" in name]
-    model, bert = (tiny_model(**changes) for changes in (NOPE_WITH_PLACES, {"position_encoding": "absolute"}))
+def test_absolute_places_beside_no_encoding_make_a_bert():
+    model, batch = tiny_model(position_encoding="nope", absolute_embedding=True), tiny_batch()
+    bert = tiny_model(position_encoding="absolute")
     bert.load_state_dict(model.state_dict())
-    assert torch.equal(encode(model, tiny_batch()), encode(bert, tiny_batch()))
+    assert torch.equal(encode(model, batch), encode(bert, batch))
 
 
-NOPE_WITH_PLACES = {"position_encoding": "nope", "absolute_embedding": True}
 ROTATION = Rotation(tiny_config(position_encoding="rope"))
 
 
@@ -310,52 +237,46 @@ def logits(query, key, places):
     return attention_logits(query, key, PositionTerms(0.5))
 
 
-@pytest.mark.parametrize("place", [0, 1, 7, 511])
-def test_the_twin_turns_as_complex_numbers_do(place):
-    vector = seeded(8)
-    numbers = torch.complex(vector[:4], vector[4:]) * torch.exp(1j * place * 10000.0 ** (-torch.arange(4).double() / 4))
-    torch.testing.assert_close(turned(vector, place), torch.cat((numbers.real, numbers.imag)), rtol=0, atol=1e-12)
-
-
-def test_one_pair_by_hand():
+def test_the_twin_turns_as_complex_numbers_do_and_ours_as_one_pair_by_hand():
     """The first pair turns by a quarter at position π/2, the second, 100 times slower, hardly."""
+    vector, rates = seeded(8), 10000.0 ** (-torch.arange(4).double() / 4)
+    for place in (0, 1, 7, 511):
+        numbers = torch.complex(vector[:4], vector[4:]) * torch.exp(1j * place * rates)
+        expected = torch.cat((numbers.real, numbers.imag))
+        torch.testing.assert_close(turned(vector, place), expected, rtol=0, atol=1e-12)
     states = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 2.0], dtype=torch.float64).view(1, 1, 1, 6)
     got = ROTATION.rotate(states, torch.tensor([[torch.pi / 2]], dtype=torch.float64)).flatten()
-    slow = torch.tensor(torch.pi / 2 / 10000 ** (4 / 6), dtype=torch.float64)
-    expected = torch.stack([x.double() for x in (*torch.zeros(2), -2 * slow.sin(), *torch.eye(2)[0], 2 * slow.cos())])
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    slow = math.pi / 2 / 10000 ** (4 / 6)
+    expected = [0, 0, -2 * math.sin(slow), 1, 0, 2 * math.cos(slow)]
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
 def test_another_base_turns_as_a_model_of_that_base():
-    model, batch = tiny_model(position_encoding="rope"), tiny_batch(lengths=(9,))
-    wide = tiny_model(position_encoding="rope", rope_theta=160_000.0)
+    model, wide, other = (tiny_model(position_encoding="rope", rope_theta=x) for x in (1e4, 160_000.0, 1e4))
+    batch = tiny_batch(lengths=(9,))
     wide.load_state_dict(model.state_dict())
     set_theta(model, 160_000.0)
-    before = encode(tiny_model(position_encoding="rope"), batch)
-    torch.testing.assert_close(encode(model, batch), encode(wide, batch), rtol=0, atol=0)
-    assert (encode(model, batch) - before).abs().max() > 1e-6
+    assert torch.equal(encode(model, batch), encode(wide, batch))
+    assert (encode(model, batch) - encode(other, batch)).abs().max() > 1e-6
 
 
 def test_only_offsets_count_values_are_not_turned_and_nothing_is_learned():
     query, key = seeded(2, 3, 7, 4), seeded(2, 3, 7, 4, seed=1)
     near = logits(query, key, torch.arange(7))
     torch.testing.assert_close(logits(query, key, torch.arange(7) + 5000), near, rtol=0, atol=1e-11)
-    assert (
-        (logits(query, key, 2 * torch.arange(7)) - near).abs().amax((0, 1)).gt(1e-3).logical_xor(torch.eye(7) > 0).all()
-    )
+    moved = (logits(query, key, 2 * torch.arange(7)) - near).abs().amax((0, 1)) > 1e-3
+    assert torch.equal(moved, torch.eye(7) == 0)
     # Attention to oneself alone gives the value as it is, wherever one stands.
     model, batch = tiny_model(position_encoding="rope"), tiny_batch(lengths=(1,))
     moved = batch._replace(position_ids=batch.position_ids + 3)
     torch.testing.assert_close(encode(model, moved), encode(model, batch), rtol=0, atol=1e-12)
-    model = tiny_model(position_encoding="rope")
-    assert not [name for name in model.state_dict() if "position" in name]
     assert (Rope.in_logits, Rope.is_relative) == (False, True)
 
 
 def test_theta_is_the_configured_one_and_local_layers_keep_their_own():
     """Training may set another after construction."""
-    config = tiny_config(position_encoding="rope", rope_theta=100.0, local_rope_theta=9.0)
-    rotation, vector = Rotation(config), seeded(1, 1, 1, 8)
+    rotation = Rotation(tiny_config(position_encoding="rope", rope_theta=100.0, local_rope_theta=9.0))
+    vector = seeded(1, 1, 1, 8)
 
     def assert_turned_by(theta):
         got = rotation.rotate(vector, torch.tensor([[3]])).flatten()
@@ -366,43 +287,28 @@ def test_theta_is_the_configured_one_and_local_layers_keep_their_own():
     assert_turned_by(7.0)
     rotation.is_local = True
     assert_turned_by(9.0)
-    rotation.local_theta = None
-    assert_turned_by(7.0)
-    rotation = Rotation(tiny_config(position_encoding="rope", rope_theta=99.0))
-    states, places = seeded(1, 1, 5, 4), torch.arange(5)[None]
-    rotation.local_theta, rotation.is_local = 7.0, True
-    local = rotation.rotate(states, places)
     set_theta(rotation, 5.0)
-    assert torch.equal(rotation.rotate(states, places), local)
-    rotation.is_local = False
-    expected = torch.stack([turned(vector, place, 5.0) for place, vector in enumerate(states[0, 0])])
-    torch.testing.assert_close(rotation.rotate(states, places)[0, 0], expected, rtol=0, atol=1e-12)
+    assert_turned_by(9.0)
+    rotation.local_theta = None
+    assert_turned_by(5.0)
+    rotation.is_local, rotation.local_theta = False, 9.0
+    assert_turned_by(5.0)
 
 
-def test_half_split_pairs_are_those_of_modernbert_and_roformers_in_its_order():
-    modeling = pytest.importorskip("transformers.models.modernbert.modeling_modernbert")
-    query, key, places = seeded(2, 3, 50, 8).float(), seeded(2, 3, 50, 8, seed=1).float(), torch.arange(50)
-    angle = places[:, None] * 10000.0 ** (-torch.arange(4) / 4)
-    cos, sin = (torch.cat((x, x), -1).expand(2, -1, -1) for x in (angle.cos(), angle.sin()))
-    for ours, theirs in zip((query, key), modeling.apply_rotary_pos_emb(query, key, cos, sin), strict=True):
-        torch.testing.assert_close(ROTATION.rotate(ours, places.expand(2, -1)), theirs, rtol=0, atol=1e-5)
+def test_pairs_are_roformers_in_the_order_of_halves():
     modeling = pytest.importorskip("transformers.models.roformer.modeling_roformer")
     query, key = seeded(2, 3, 50, 8), seeded(2, 3, 50, 8, seed=1)
-    table = modeling.RoFormerSinusoidalPositionalEmbedding(50, 8)
+    table, places = modeling.RoFormerSinusoidalPositionalEmbedding(50, 8), torch.arange(50)
     table.weight = torch.nn.Parameter(table.create_weight(), requires_grad=False)
     turn = modeling.RoFormerSelfAttention.apply_rotary_position_embeddings
     theirs = attention_logits(*turn(table.weight.double()[None, None], query, key), PositionTerms(0.5))
     halves = [0, 2, 4, 6, 1, 3, 5, 7]
     torch.testing.assert_close(logits(query[..., halves], key[..., halves], places), theirs, rtol=0, atol=1e-4)
     assert (logits(query, key, places) - theirs).abs().max() > 0.1
-
-
-def test_half_precision_is_turned_by_tables_in_fp32():
     states, places = seeded(1, 2, 512, 64).bfloat16(), torch.arange(512)[None]
-    exact = ROTATION.rotate(states.double(), places)
-    got = ROTATION.rotate(states, places)
+    got, exact = ROTATION.rotate(states, places), ROTATION.rotate(states.double(), places)
     assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-3)  # one rounding of the result
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-3)  # one rounding: the tables are in fp32
 
 
 SIZES = {"position_encoding": "absolute", "hidden_size": 24, "num_attention_heads": 3, "seq_length": 40}
@@ -413,14 +319,14 @@ def frequency(pair: int) -> float:
     return math.pi / 10 ** ((pair + 0.5) / 12)
 
 
-def added(head: int, offset: int) -> list[list[float]]:
+def added(head: int, offset: int) -> torch.Tensor:
     """Return what the formula adds to the 8 rows of a head in W^Q, or with offset 0 to those in W^K."""
-    rows = [[0.0] * 24 for _ in range(8)]
+    rows = torch.zeros(8, 24, dtype=torch.float64)
     for place, pair in enumerate(range(head, 12, 3)):
-        turn = frequency(pair) * offset
-        rows[2 * place][2 * pair], rows[2 * place][2 * pair + 1] = math.cos(turn), math.sin(turn)
-        rows[2 * place + 1][2 * pair], rows[2 * place + 1][2 * pair + 1] = -math.sin(turn), math.cos(turn)
-    return [[GAIN * x for x in row] for row in rows]
+        cos, sin = math.cos(frequency(pair) * offset), math.sin(frequency(pair) * offset)
+        turn = torch.tensor([[cos, sin], [-sin, cos]], dtype=torch.float64)
+        rows[2 * place : 2 * place + 2, 2 * pair : 2 * pair + 2] = GAIN * turn
+    return rows
 
 
 @pytest.mark.parametrize("objective", ["mlm", "electra", "rtd"])
@@ -440,11 +346,14 @@ def test_the_start_is_the_random_one_with_the_terms_of_the_formula(objective):
         for head, offset in enumerate(OFFSETS):
             rows = slice(8 * head, 8 * head + 8)
             difference = ours.get_parameter(name)[rows] - plain.get_parameter(name)[rows]
-            expected = torch.tensor(added(head, offset if "query" in name else 0), dtype=torch.float64)
+            expected = added(head, offset if "query" in name else 0)
             torch.testing.assert_close(difference, expected, rtol=0, atol=1e-6)
 
 
-def test_each_head_attends_to_its_offset():
+def test_each_head_attends_to_its_offset_and_any_absolute_embedding_of_any_width_will_do():
+    tiny_config(attention_init="offsets", position_encoding="ddrp", absolute_embedding=True)
+    assert Config().model.attention_init == "normal"
+    tiny_model(attention_init="offsets", **SIZES | {"hidden_size": 9, "num_attention_heads": 3})
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "seq_length": 128, "init_method_std": 0.05}
     model = tiny_model(attention_init="offsets", **SIZES | sizes)
     positions = torch.nn.functional.layer_norm(model.embeddings.absolute.weight, (128,))
@@ -460,7 +369,206 @@ def test_each_head_attends_to_its_offset():
             assert (others.amax(1) < 0.85 * logits[places].amax(1)).all()
 
 
-def test_positions_that_heads_can_read_come_from_any_absolute_embedding_of_any_width():
-    tiny_config(attention_init="offsets", position_encoding="ddrp", absolute_embedding=True)
-    assert Config().model.attention_init == "normal"
-    tiny_model(attention_init="offsets", **SIZES | {"hidden_size": 9, "num_attention_heads": 3})
+def test_the_twins_by_hand():
+    assert alibi_slopes(2) == [2**-4, 2**-8] and alibi_slopes(8) == [2**-k for k in range(1, 9)]
+    rest = [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
+    assert alibi_slopes(12) == pytest.approx([2**-k for k in range(1, 9)] + rest, rel=1e-15)
+    begins = [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
+    assert [next(a for a in range(200) if t5_bucket(-a, 128) == row) for row in range(16)] == begins
+    assert [t5_bucket(offset, 128) for offset in (0, 1, -1, 8, 127, 128, -500, 500)] == [0, 17, 1, 24, 31, 31, 15, 31]
+    query = torch.tensor([[[2.0], [3.0]]], dtype=torch.float64)
+    table = torch.arange(32, dtype=torch.float64)[:, None]
+    assert twins.t5_scores(query, query, table, [0, 9], 128).tolist() == [[[4.0, 6.0 + 24], [6.0 + 8, 9.0]]]
+    # Half of 8 buckets is exact; (|x| / 4)^3 in powers of 31 / 4 says which of the wide ones a distance has.
+    assert deberta_v2_buckets(8, 32) == [0, 1, 2, 3, 4, *[5] * 3, *[6] * 8, *[7] * 16]
+    found = [deberta_v2_row(x, 8, deberta_v2_buckets(8, 32)) for x in (-100, -31, -5, 0, 4, 5, 31, 100)]
+    assert found == [1, 1, 3, 8, 12, 13, 15, 15]
+    released = deberta_v2_buckets(256, 512)
+    assert released[:132] == list(range(132)) and released[132] == 131 and released.index(255) == 506
+
+
+def test_slopes_equal_the_twins_for_whole_models_and_for_parts_and_the_bias_is_exact_in_every_precision():
+    for heads in (1, 2, 3, 4, 5, 6, 12, 16, 20, 25):
+        got = slopes(torch.arange(heads), heads)
+        torch.testing.assert_close(got, torch.tensor(alibi_slopes(heads), dtype=torch.float64), rtol=1e-14, atol=0)
+        part = slopes(torch.arange(heads // 2, heads), heads)
+        assert torch.equal(part.float(), got[heads // 2 :].float())
+    offset = torch.arange(-699, 700)  # at lengths beyond the trained one
+    exact = torch.stack([-slope * offset.abs().double() for slope in alibi_slopes(8)])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        encoding = Alibi(ModelConfig(position_encoding="alibi", num_attention_heads=8, seq_length=16)).to(dtype)
+        (bias,) = encoding(torch.zeros(2, 700, dtype=torch.long))
+        assert bias.dtype == torch.float32 and torch.equal(bias.double(), exact)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "attend_from"])
+def test_every_backend_takes_the_wide_bias_with_narrow_queries(backend):
+    torch.manual_seed(0)
+    config = tiny_config(position_encoding="alibi", num_attention_heads=4, hidden_size=16)
+    encoding, ids = Alibi(config), torch.ones(1, 300, dtype=torch.long)
+    query, key, value = (torch.randn(1, 4, 300, 4).bfloat16() for _ in range(3))
+    terms, none = encoding.terms(config, encoding(ids)), torch.empty(0, dtype=torch.long)
+    expected, _ = BACKENDS["eager"](Attending(query.double(), key.double(), value.double(), terms, ids, none))
+    if backend == "attend_from":
+        got = attend_from(query, key, value, terms, torch.arange(300)[None], ids, 0.0)
+    else:
+        got, _ = BACKENDS[backend](Attending(query, key, value, terms, ids, none))
+    assert got.dtype == torch.bfloat16
+    assert (got.double() - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_hcd_does_not_see_the_bias_and_nothing_is_learned_or_stored():
+    """Equal heads have the cosine 1 however their slopes differ."""
+    model, batch = tiny_model(position_encoding="alibi"), tiny_batch(lengths=(7,))
+    with torch.no_grad():
+        for each in (part for layer in model.layers for part in (layer.attention.query, layer.attention.key)):
+            each.weight.copy_(each.weight[:4].repeat(3, 1))
+            each.bias.copy_(each.bias[:4].repeat(3))
+    cosines = model(batch, some_draws(batch)).sums[2]
+    torch.testing.assert_close(cosines, torch.ones_like(cosines), rtol=0, atol=1e-12)
+    assert not [name for name in model.state_dict() if "position" in name]
+
+
+@pytest.mark.parametrize("heads", [4, 12, 16])
+def test_learned_slopes_start_as_the_symmetric_ones(heads):
+    places = torch.arange(100)[None]
+    config = ModelConfig(position_encoding="alibi-asym", num_attention_heads=heads, hidden_size=192)
+    (ours,), (symmetric,) = AlibiAsym(config)(places), Alibi(config)(places)
+    assert ours.dtype == torch.float32 and ours.shape == (heads, 199) and ours[:, 99].eq(0).all()
+    torch.testing.assert_close(ours, symmetric, rtol=2e-6, atol=0)
+
+
+def test_slopes_do_not_decay_and_give_a_bias_in_fp32():
+    for table, place in (("shared", "embeddings"), ("per-layer", "layers.1")):
+        model = build_model(tiny_config(position_encoding="alibi-asym", relative_table=table))
+        assert {f"{place}.position.left", f"{place}.position.right"} <= names_without_decay(model)
+    assert "embeddings.position.relative" not in names_without_decay(build_model(tiny_config(position_encoding="t5")))
+    encoding = AlibiAsym(tiny_config(position_encoding="alibi-asym")).bfloat16()
+    (bias,) = encoding(torch.arange(7)[None])
+    bias.sum().backward()
+    assert bias.dtype == torch.float32 and encoding.left.grad.dtype == torch.bfloat16
+
+
+def test_the_bias_is_that_of_t5_to_the_last_bit():
+    transformers = pytest.importorskip("transformers")
+    modeling = pytest.importorskip("transformers.models.t5.modeling_t5")
+    sizes = transformers.T5Config(d_model=12, num_heads=3, d_kv=4)
+    theirs = modeling.T5Attention(sizes, has_relative_attention_bias=True)
+    config = tiny_config(position_encoding="t5", relative_distance=128)
+    own, zeros = T5(config).double(), torch.zeros(1, 3, 300, 4, dtype=torch.float64)
+    theirs.relative_attention_bias.weight.data = own.relative.data
+    ours = attention_logits(zeros, zeros, own.terms(config, own(torch.arange(300)[None])))
+    assert torch.equal(ours, theirs.compute_bias(300, 300))
+
+
+@pytest.mark.parametrize(("name", "count", "distance"), [("t5", 32 * 12, 128), ("deberta-v2", (512 + 2) * 768, 256)])
+def test_parameters_of_the_base_model_and_the_default_distance(name, count, distance):
+    """T5's table, DeBERTa's and its LayerNorm; per layer 12 times as many."""
+    for table, times in (("shared", 1), ("per-layer", 12)):
+        config = ModelConfig(position_encoding=name, relative_table=table)
+        assert count_parameters(on_meta_device(config))[1] == times * count
+    assert (config.relative_distance, config.deberta_emd) == (distance, None)
+    assert build_model(tiny_config(position_encoding=name)).mask_decoder is None
+
+
+RELEASED = [(256, 512), (128, 512), (32, 128), (256, 1024), (64, 512)]
+
+
+@pytest.mark.parametrize("number, longest", [*RELEASED, (8, 7), (8, 32), (2, 9), (4, 5), (6, 4), (12, 7)])
+def test_buckets_equal_the_twin_those_of_transformers_and_larger_distances_have_the_last(number, longest):
+    offset, table = torch.arange(-longest - 50, longest + 51), deberta_v2_buckets(number, longest)
+    found = bucket(offset, number, longest)
+    assert (found + number).tolist() == [deberta_v2_row(x, number, table) for x in offset.tolist()]
+    if (number, longest) in RELEASED:
+        modeling = pytest.importorskip("transformers.models.deberta_v2.modeling_deberta_v2")
+        theirs = modeling.make_log_bucket_position(offset[51:-51], number, longest)
+        assert found[51:-51].tolist() == theirs.long().tolist()
+
+
+def test_a_row_reads_no_more_of_the_table_than_its_offsets_need():
+    encoding = DebertaV2(tiny_config(position_encoding="deberta-v2", relative_distance=8, seq_length=7))
+    for length in (1, 3, 7, 12):
+        states, table_row = encoding(torch.zeros(1, length, dtype=torch.long))
+        needed = encoding.norm(encoding.relative)[bucket(torch.arange(1 - length, length), 8, 7) + 8]
+        assert torch.equal(states[table_row], needed)
+        assert states.shape == (int(table_row.max()) + 1, 12) and table_row.min() == 0
+
+
+NEAR = torch.arange(-99, 100).abs().clamp(max=30)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("row", [bucket(torch.arange(-99, 100), 16, 100) + 15, NEAR, 30 - NEAR])
+def test_tiles_and_runs_of_keys_that_read_some_buckets_alone_equal_the_whole(row, window, monkeypatch):
+    monkeypatch.setattr(cpu, "RUN_OF_KEYS", 16)
+    monkeypatch.setattr(cpu, "TILE_ELEMENTS", 1)
+    torch.manual_seed(0)
+    tables = [torch.randn(2, 31, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    vectors = [torch.randn(2, 2, 100, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    terms = PositionTerms(0.3, *tables, lowest=-99, highest=99, table_row=row)
+    ids = (torch.arange(100) < torch.tensor([[100], [71]])).long()
+    attending = Attending(*vectors, terms, ids, torch.tensor([0, 1]), window=window)
+    weight, inputs = torch.randn(2, 2, 100, 4) * ids[:, None, :, None], [*vectors, *tables]
+    found = []
+    for backend in ("eager", "blocked"):
+        context, cosine = BACKENDS[backend](attending)
+        found.append([context * ids[:, None, :, None], *torch.autograd.grad((context * weight).sum() + cosine, inputs)])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
+RANKS = Ranks(0, 1, torch.device("cpu"))
+
+
+def test_d_is_drawn_around_one_number_and_left_and_right_start_apart_under_spread_alone():
+    action = next(a for a in build_parser()._actions if a.dest == "direction_init")
+    starts = {"ones": (1, 0.02), "spread": (1, SPREAD), "free": (0, 1), "embedding": (0, 0.02)}
+    assert set(action.choices) == set(DIRECTION_INITS) == set(starts)
+    cosines = {}
+    for start, (mean, deviation) in starts.items():
+        torch.manual_seed(0)
+        model = Ddrp(ModelConfig(direction_init=start))
+        count, reach = model.direction.numel(), len(model.distance) - 1
+        assert abs(model.direction.mean() - mean) < 5 * deviation / count**0.5
+        assert abs(model.direction.std() - deviation) < 5 * deviation / (2 * count) ** 0.5
+        (table,) = model(torch.zeros(1, 1, dtype=torch.int64))
+        steps = torch.arange(1, reach + 1)
+        cosines[start] = torch.cosine_similarity(table[0, reach + steps], table[0, reach - steps], dim=-1).mean()
+    assert 0.7 < cosines["spread"] < 0.9 and 0.99 < cosines["ones"] < 1.0
+
+
+@pytest.mark.parametrize("table", ["shared", "per-layer"])
+def test_weight_decay_leaves_d_alone_and_shrinks_the_distances(table):
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "seq_length": 5}
+    model = build_model(ModelConfig(**sizes, relative_table=table))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(model, Config().replace(optimizer={"weight_decay": 0.5, "lr": 0.1}), RANKS)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        is_spared = name.endswith((".bias", ".direction")) or "norm." in name
+        factor = 1.0 if is_spared else 0.95  # 1 - lr * decay
+        torch.testing.assert_close(parameter.detach(), factor * before[name], rtol=1e-6, atol=0)
+
+
+class Part(LayerPositions):
+    gains = frozenset({"factor"})
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.factor, self.other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+
+
+class Plugged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scaling, self.squares = nn.LayerNorm(3), nn.RMSNorm(3)
+        self.map, self.part = nn.Linear(3, 3), Part(ModelConfig())
+
+
+def test_weight_decay_spares_norms_of_any_name_and_the_gains_of_a_layer_part():
+    model = Plugged()
+    decayed, spared = (group["params"] for group in build_optimizer(model, Config(), RANKS).param_groups)
+    expected = ["scaling.weight", "scaling.bias", "squares.weight", "map.bias", "part.factor"]
+    assert {id(x) for x in spared} == {id(model.get_parameter(name)) for name in expected}
+    assert {id(x) for x in decayed} == {id(model.map.weight), id(model.part.other)}

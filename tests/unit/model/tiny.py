@@ -69,14 +69,10 @@ def packed_batch(batch, rows):
             packed[number, : len(tokens)] = tokens
         return packed
 
-    fields = {
-        name: lay(field, IGNORED_LABEL if name == "labels" else 0)
-        for name, field in batch._asdict().items()
-        if field is not None
-    }
+    filled = {name: field for name, field in batch._asdict().items() if field is not None}
+    fields = {name: lay(field, IGNORED_LABEL if name == "labels" else 0) for name, field in filled.items()}
     numbers = [[number + 1 for number, d in enumerate(row) for _ in range(lengths[d])] for row in rows]
-    fields["document_ids"] = torch.tensor([row + [0] * (longest - len(row)) for row in numbers])
-    return Batch(**fields)
+    return Batch(**fields | {"document_ids": torch.tensor([row + [0] * (longest - len(row)) for row in numbers])})
 
 
 def some_draws(batch, heads=((0, 2), (1, 2)), tokens=3):
@@ -116,10 +112,8 @@ def layer_parameters(layer):
         **{"ffn_in": layer.feed_forward.input, "ffn_gate": layer.feed_forward.gate},
         **{"ffn_out": layer.feed_forward.output, "ffn_norm": layer.feed_forward_norm},
     }
-    parameters = {
-        f"{name}.{part}": getattr(module, part, None) for name, module in modules.items() for part in ("weight", "bias")
-    }
-    return {name: parameter for name, parameter in parameters.items() if parameter is not None}
+    named = {f"{name}.{part}": getattr(modules[name], part, None) for name in modules for part in ("weight", "bias")}
+    return {name: parameter for name, parameter in named.items() if parameter is not None}
 
 
 def activation_of(model):
@@ -201,20 +195,13 @@ def predicted_places(labels):
 
 def twin_decode(model, batch, row, before, causal=False):
     """DeBERTa's decoder at the predicted places of one row: `[num_predicted, D]`."""
-    place, layer = batch.position_ids[row].tolist(), model.layers[-1]
+    place, layer, config = batch.position_ids[row].tolist(), model.layers[-1], model.config
+    scores = layer_scores(model, layer, place)
     decoded = positions.enhanced_mask_decoder(
-        before,
-        model.mask_decoder.absolute.weight,
-        layer_parameters(layer),
-        lambda query, key: attention.within_window(
-            layer_scores(model, layer, place)(query, key), model.config.window(len(model.layers) - 1), causal
-        ),
-        batch.document_ids[row].tolist(),
-        place,
-        predicted_places(batch.labels[row]),
-        model.config.num_attention_heads,
-        EPS,
-        model.config.layernorm_position,
+        *(before, model.mask_decoder.absolute.weight, layer_parameters(layer)),
+        lambda query, key: attention.within_window(scores(query, key), config.window(len(model.layers) - 1), causal),
+        *(batch.document_ids[row].tolist(), place, predicted_places(batch.labels[row])),
+        *(config.num_attention_heads, EPS, config.layernorm_position),
     )
     return twin_last_norm(model, decoded)
 
@@ -271,8 +258,9 @@ def assert_same_gradients(got, expected, rtol=1e-9, atol=1e-9):
         torch.testing.assert_close(gradient, expected[name], rtol=rtol, atol=atol, msg=said)
 
 
-def assert_every_backend_equals(expected, model, batch, draws):
-    """Hold the sums of a model, and every parameter's gradient, against those of its twin."""
+def assert_every_backend_equals_the_twin(model, batch, draws):
+    """Hold the sums of a model, and every parameter's gradient, against those of its twin, and return its sums."""
+    expected = twin_sums(model, batch, draws)
     expected_gradients = gradients(model, expected)
     for backend in BACKENDS:
         for layer in model.layers:
@@ -280,3 +268,4 @@ def assert_every_backend_equals(expected, model, batch, draws):
         sums = model(batch, draws).sums
         torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=partial("{}: {}".format, backend))
         assert_same_gradients(gradients(model, sums), expected_gradients)
+    return expected
