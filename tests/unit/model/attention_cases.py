@@ -56,48 +56,36 @@ class Case:
 
 
 def make_case(
-    document_ids,
-    lowest,
-    highest,
-    tables="",
-    heads=1,
-    head_dim=16,
-    bias_batch=None,
-    scale=0.3,
-    seed=0,
-    dtype=torch.float32,
-    biases_compared=True,
-    window=None,
-    causal=False,
+    rows, lowest, highest, tables="", heads=1, head_dim=16, bias_batch=None, scale=0.3, dtype=torch.float32, **rest
 ):
     """`tables`: letters out of q, Q, k, K, v, V (query and key table, offset bias; capital = one per head).
 
-    `bias_batch`: 1 or b.
+    `rows`: document numbers; `bias_batch`: 1 or b; `rest`: whether biases are compared, the window, causal.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
 
-    ids = torch.tensor(document_ids)
+    ids = torch.tensor(rows)
     batch, seq = ids.shape
-    rows = highest - lowest + 1
+    offsets = highest - lowest + 1
     names = {"q": "query_table", "k": "key_table", "v": "offset_bias"}
     chosen = {}
     for letter in tables:
-        shape = (rows,) if letter in "vV" else (rows, head_dim)
+        shape = (offsets,) if letter in "vV" else (offsets, head_dim)
         chosen[names[letter.lower()]] = random(heads if letter.isupper() else 1, *shape)
     bias = None if bias_batch is None else random(bias_batch, heads, seq, seq)
     vectors = (random(batch, seq, heads, head_dim).transpose(1, 2) for _ in range(3))
-    terms = PositionTerms(scale, **chosen, bias=bias, lowest=lowest, highest=highest, biases_compared=biases_compared)
-    return Case(*vectors, terms, ids, window, causal)
+    chosen |= {"bias": bias, "biases_compared": rest.pop("biases_compared", True)}
+    return Case(*vectors, PositionTerms(scale, **chosen, lowest=lowest, highest=highest), ids, **rest)
 
 
 def answer(case, backend, dropout=0.0):
-    """Context of the valid tokens and the gradients of a weighted sum of it."""
+    """Context of the valid tokens, and the gradients of a weighted sum of it."""
     context, _ = backend(case.attending(dropout))
     context = context * case.valid
-    return context, torch.autograd.grad((context * case.weight()).sum(), case.inputs)
+    return context, *torch.autograd.grad((context * case.weight()).sum(), case.inputs)
 
 
 def reference(case):
@@ -110,9 +98,8 @@ def reference_with_mask(case, keep, dropout):
 
     def backend(attending):
         query, key, value, terms, document_ids, *_ = attending
-        allowed = (document_ids[:, None, :, None] == document_ids[:, None, None, :]) & (document_ids > 0)[
-            :, None, :, None
-        ]
+        ids = document_ids[:, None]
+        allowed = (ids[..., None] == ids[..., None, :]) & (ids > 0)[..., None]
         logits = attention_logits(query, key, terms).masked_fill(~allowed, torch.finfo(query.dtype).min)
         return (logits.softmax(-1) * keep / (1 - dropout)) @ value, None
 
@@ -121,8 +108,5 @@ def reference_with_mask(case, keep, dropout):
 
 def assert_answers_close(got, expected, **tolerance):
     """`tolerance`: rtol and atol; every tensor is compared in the dtype of the expected one, on the CPU."""
-    flat = [(got[0], expected[0]), *zip(got[1], expected[1], strict=True)]
-    for number, (x, y) in enumerate(flat):
-        torch.testing.assert_close(
-            x.detach().to(y), y.detach(), msg=lambda text, n=number: f"tensor {n}: {text}", **tolerance
-        )
+    found = [x.detach().to(y) for x, y in zip(got, expected, strict=True)]
+    torch.testing.assert_close(found, [y.detach() for y in expected], **tolerance)

@@ -15,14 +15,7 @@ import torch
 from megatron_ddrp.model.attention import cpu as blocks
 from megatron_ddrp.model.attention.backends import BACKENDS, eager_attention
 from megatron_ddrp.model.attention.cpu import blocked_attention
-from megatron_ddrp.model.attention.logits import (
-    Attending,
-    allowed_pairs,
-    attention_logits,
-    collect_values,
-    spread,
-    spread_values,
-)
+from megatron_ddrp.model.attention.logits import Attending, allowed_pairs, attention_logits, collect_values, spread
 from megatron_ddrp.model.embeddings import document_mask
 from megatron_ddrp.model.positions import PositionTerms
 from tests.reference import objectives
@@ -357,7 +350,7 @@ def test_spread_equals_a_gather_in_values_and_gradients_and_collect_is_its_adjoi
     per_offset, per_pair = random(2, 3, n, highest - lowest + 1), random(2, 3, n, n)
     assert_same(spread(per_offset, lowest, highest), gather(per_offset, lowest, highest), [per_offset], atol=1e-12)
     assert torch.equal(spread(per_offset, lowest, highest), gather(per_offset, lowest, highest))
-    left = (spread_values(per_offset, highest) * per_pair).sum()
+    left = (spread(per_offset, lowest, highest) * per_pair).sum()
     right = (per_offset * collect_values(per_pair, highest - lowest + 1, highest)).sum()
     torch.testing.assert_close(left, right, rtol=0, atol=1e-11)
 

@@ -10,7 +10,7 @@ import torch
 from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.masking import Masker
-from megatron_ddrp.model import Electra, build_model, count_parameters, on_meta_device
+from megatron_ddrp.model import Electra, count_parameters, on_meta_device
 from megatron_ddrp.model.bert import generator_config
 from megatron_ddrp.model.heads import gumbel_argmax
 from megatron_ddrp.model.stages import Draws, Inputs, NoteInputs
@@ -19,16 +19,7 @@ from megatron_ddrp.objectives.electra import half_as_deep
 from tests.datasets import fake_tokenizer
 from tests.reference import objectives as loops
 from tests.reference.tensors import assert_same
-from tests.unit.model.tiny import (
-    encode,
-    named_sums,
-    packed_batch,
-    some_draws,
-    tiny_batch,
-    tiny_config,
-    tiny_model,
-    with_keys,
-)
+from tests.unit.model.tiny import encode, named_sums, packed_batch, some_draws, tiny_batch, tiny_model, with_keys
 
 ELECTRA = ObjectiveConfig(objective="electra")
 tiny_electra = partial(tiny_model, objective=ELECTRA)
@@ -165,7 +156,7 @@ def test_recomputed_layers_give_the_same_and_the_encoder_is_the_discriminator():
     plain, recomputed = tiny_electra(), tiny_electra()
     recomputed.checkpoint_activations = True
     torch.testing.assert_close(recomputed(batch, draws).sums, plain(batch, draws).sums, rtol=0, atol=0)
-    bert, own = build_model(tiny_config()).double(), dict(plain.named_parameters())
+    bert, own = tiny_model(), dict(plain.named_parameters())
     for name, parameter in bert.named_parameters():
         if name in own and not name.startswith("head."):
             parameter.data.copy_(own[name])

@@ -1,4 +1,4 @@
-"""Checks of Triton's kernels on a CPU, in a process of their own: test_triton_attention.py runs this file.
+"""Checks of Triton's kernels on a CPU, in a process of their own: test_backends.py runs this file.
 
 The kernels' attention, dropout and comparison of heads beside eager attention; every encoding's terms at every length;
 the kernels in CUDA graphs. The interpreter replaces Triton's functions when they are defined, so TRITON_INTERPRET=1
@@ -22,29 +22,14 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import graphs, heads, triton_loss
 from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.gpu import triton_attention as module
-from megatron_ddrp.model.attention.gpu.triton_attention import (
-    DROPOUT_STEPS,
-    Facts,
-    Tile,
-    Tiles,
-    plan_of,
-    triton_attention,
-    why_not_triton,
-)
+from megatron_ddrp.model.attention.gpu.triton_attention import Facts, Tile, Tiles, plan_of, triton_attention
 from megatron_ddrp.model.attention.logits import Attending, Demand
 from megatron_ddrp.model.embeddings import document_mask
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.triton_loss import OPTIONS, sum_of_losses
 from tests.reference import objectives
 from tests.unit.model import test_graphs
-from tests.unit.model.attention_cases import (
-    NO_HEADS,
-    answer,
-    assert_answers_close,
-    make_case,
-    reference,
-    reference_with_mask,
-)
+from tests.unit.model.attention_cases import answer, assert_answers_close, make_case, reference, reference_with_mask
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,19 +60,13 @@ def kernels_alone_take_time():
 
 
 @pytest.fixture(autouse=True)
-def no_plan_of_other_tiles():
-    """Some tests choose tiles of their own."""
+def new_memory_is_nan_and_no_plan_has_other_tiles():
+    """So a value which a kernel does not write is noticed; some tests choose tiles of their own."""
     plan_of.cache_clear()
-    yield
-    plan_of.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan():
-    """Fill new memory with NaN, so that a value which a kernel does not write is noticed."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+    plan_of.cache_clear()
 
 
 CLOSE = {"rtol": 1.5e-5, "atol": 1.5e-5}
@@ -134,10 +113,19 @@ CASES = {
 }
 
 
+def both(case):
+    return answer(case, triton_attention), reference(case)
+
+
+def assert_close_by_size(got, expected):
+    """fp32 leaves errors of sums in proportion to the largest number."""
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
+
+
 @pytest.mark.parametrize("document_ids, bounds, options", CASES.values(), ids=CASES)
 def test_equals_eager_in_float64(document_ids, bounds, options):
-    case = make_case(document_ids, *bounds, **options)
-    assert_answers_close(answer(case, triton_attention), reference(case), **CLOSE)
+    assert_answers_close(*both(make_case(document_ids, *bounds, **options)), **CLOSE)
 
 
 @pytest.mark.parametrize("options", [{"tables": "qk"}, {"tables": "V"}, {"bias_batch": 1}, {}], ids=str)
@@ -153,8 +141,7 @@ def test_full_rows_need_no_documents(options):
     answers = []
     for backend in (triton_attention, full):
         torch.manual_seed(3)
-        context, gradients = answer(case, backend, 0.2)
-        answers.append((context, *gradients))
+        answers.append(answer(case, backend, 0.2))
     assert all(map(torch.equal, *answers))
     ragged = make_case([[1] * 80], -4, 3).attending()._replace(layout=SimpleNamespace(full=True))
     assert not plan_of(Facts.of(ragged)).full
@@ -171,19 +158,16 @@ TILINGS = [
 def test_every_distance_with_every_tile(distance, chosen, monkeypatch):
     monkeypatch.setattr(module, "tiles", lambda *_: chosen)
     case = make_case([[1] * 200 + [2] * 72], -distance, distance - 1, tables="qk", scale=0.25)
-    got, expected = answer(case, triton_attention), reference(case)
-    for x, y in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
+    assert_close_by_size(*both(case))
 
 
 @pytest.mark.parametrize("options", [{"tables": "qkV", "bias_batch": 1}, {"bias_batch": 2}, {"tables": "qk"}], ids=str)
 def test_the_gradient_of_the_logits_is_stored_in_parts(options, monkeypatch):
     case = make_case(PADDED, -4, 3, heads=3, **options)
-    _, whole = answer(case, triton_attention)
+    whole = answer(case, triton_attention)
     for pairs in (4, 1):  # of three heads and two rows of 32 tokens
         monkeypatch.setattr(module, "PART_BYTES", pairs * 32 * 32 * 4)
-        _, parts = answer(case, triton_attention)
-        assert all(map(torch.equal, whole, parts))
+        assert all(map(torch.equal, whole, answer(case, triton_attention)))
 
 
 def test_a_window_of_hundreds_of_places_reaches_both_its_ends(monkeypatch):
@@ -192,61 +176,43 @@ def test_a_window_of_hundreds_of_places_reaches_both_its_ends(monkeypatch):
     case = make_case([[1] * 470], -4, 3, tables="q", window=200)
     with torch.no_grad():
         case.query.zero_()  # so that every key in reach counts
-    got, expected = answer(case, triton_attention), reference(case)
-    for x, y in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
+    assert_close_by_size(*both(case))
 
 
 def test_a_bias_that_all_heads_share_equals_eager_in_float64():
     case = make_case(PADDED, 0, 0, heads=2)
     case.terms = PositionTerms(0.3, bias=torch.randn(1, 1, 17, 17).requires_grad_())
-    assert_answers_close(answer(case, triton_attention), reference(case), **CLOSE)
+    assert_answers_close(*both(case), **CLOSE)
 
 
 def test_keys_out_of_reach_are_not_read():
     case = make_case([[1] * 130], -4, 3, tables="q", window=20)
     with torch.no_grad():
-        for x in (case.key, case.value):
-            x[:, :, 64:] = torch.nan
+        case.key[:, :, 64:], case.value[:, :, 64:] = torch.nan, torch.nan
     context, _ = triton_attention(case.attending())
     assert context[:, :, :32].isfinite().all() and context[:, :, 64:].isnan().all()
 
 
-def test_in_causal_attention_a_changed_token_changes_no_output_before_it():
-    case = make_case([[1] * 130], -4, 3, tables="qKV", heads=2, bias_batch=1, causal=True)
-    before, _ = triton_attention(case.attending())
-    with torch.no_grad():
-        for x in (case.query, case.key, case.value):
-            x[:, :, 70] += 1
-    after, _ = triton_attention(case.attending())
-    assert torch.equal(before[:, :, :70], after[:, :, :70])
-    assert ((before - after)[:, :, 70:].abs().amax((0, 1, 3)) > 1e-6).all()
-
-
-def test_half_precision_stays_near():
-    case = make_case(PADDED, -4, 3, tables="qk", heads=2, dtype=torch.float16)  # the interpreter multiplies no bfloat16
-    context, gradients = answer(case, triton_attention)
-    assert context.dtype == torch.float16 and all(x.dtype == torch.float16 for x in gradients)
-    step = torch.finfo(torch.float16).eps
-    assert_answers_close((context, gradients), reference(case), rtol=8 * step, atol=8 * step)
-
-
-def test_offset_bias_is_read_in_fp32():
+def test_half_precision_stays_near_and_an_offset_bias_is_read_in_fp32():
     """Far away ALiBi subtracts hundreds, where half precision knows no fractions."""
+    step = torch.finfo(torch.float16).eps
+    case = make_case(PADDED, -4, 3, tables="qk", heads=2, dtype=torch.float16)  # the interpreter multiplies no bfloat16
+    got, expected = both(case)
+    assert {x.dtype for x in got} == {torch.float16}
+    assert_answers_close(got, expected, rtol=8 * step, atol=8 * step)
     case = make_case(PADDED, -16, 16, tables="V", heads=2, dtype=torch.float16)
     case.terms = case.terms.map(lambda x, _: (x.detach().float() - 255).requires_grad_())
-    step = torch.finfo(torch.float16).eps
-    assert_answers_close(answer(case, triton_attention), reference(case), rtol=8 * step, atol=8 * step)
+    assert_answers_close(*both(case), rtol=8 * step, atol=8 * step)
 
 
 def test_nothing_is_written_for_an_offset_bias_that_does_not_learn(monkeypatch):
     case = make_case(PADDED, -4, 3, tables="V", heads=2)
-    _, expected = answer(case, triton_attention)
+    expected = answer(case, triton_attention)
     case.terms = case.terms.map(lambda x, _: x.detach())
     monkeypatch.setattr(module.Offsets, "empty", lambda *_: pytest.fail("the gradient of P is written"))
     context, _ = triton_attention(case.attending())
     gradients = torch.autograd.grad((context * case.weight()).sum(), case.inputs[:3])
-    assert all(map(torch.equal, gradients, expected[:3]))
+    assert all(map(torch.equal, gradients, expected[1:4]))
 
 
 def test_lengths_up_to_a_multiple_of_128_share_their_kernels():
@@ -278,29 +244,25 @@ def test_dropout_draws_one_mask_for_forward_and_backward(bounds):
     assert abs(share - 0.75) < 5 * (0.25 * 0.75 / keep[0].numel()) ** 0.5
     assert not torch.equal(keep[0, 0], keep[0, 1]), "heads share a mask"
     assert not torch.equal(keep[0, :, :33], keep[1, :, :33]), "sequences share a mask"
-    rows, columns = keep[0, 0].double(), keep[0, 0].double().T
-    for lines in (rows, columns):
+    for lines in (keep[0, 0].double(), keep[0, 0].double().T):
         assert len(torch.unique(lines, dim=0)) == len(lines), "rows or columns repeat"
 
 
-def test_dropout_does_not_depend_on_the_tiles(monkeypatch):
+def test_dropout_drops_its_share_and_every_entry_for_itself_whatever_the_tiles(monkeypatch):
+    case = make_case([[1] * 64], -4, 3, tables="q", head_dim=64, scale=0.01)
+    exact = round(0.1 * module.DROPOUT_STEPS) / module.DROPOUT_STEPS
+    dropped = torch.stack([dropped_probabilities(case, 0.1, seed)[0, 0] == 0 for seed in range(8)])  # [8, 64, 64]
+    assert abs(dropped.double().mean().item() - exact) < 4 * (0.1 * 0.9 / dropped.numel()) ** 0.5
+    for lag in (1, 2, 3, 8, 16):  # in a row, the two columns of one hash among them, and in a column
+        for both_dropped in (dropped[..., lag:] & dropped[..., :-lag], dropped[:, lag:] & dropped[:, :-lag]):
+            deviation = (exact**2 * (1 - exact**2) / both_dropped.numel()) ** 0.5
+            assert abs(both_dropped.double().mean().item() - exact**2) < 4.5 * deviation, lag
+    torch.testing.assert_close(dropped_probabilities(case, 0.1, 0).sum(-1).mean().item(), 1.0, rtol=0, atol=0.03)
     case = make_case([[1] * 40], -4, 3, tables="q", head_dim=40)
     before = dropped_probabilities(case, 0.3, 7)
     assert not torch.equal(before, dropped_probabilities(case, 0.3, 8))
     monkeypatch.setattr(module, "tiles", lambda *_: Tiles(*(Tile(16, 64, 4, 1),) * 4))
     torch.testing.assert_close(dropped_probabilities(case, 0.3, 7), before)
-
-
-def test_dropout_drops_its_share_and_every_entry_for_itself():
-    case = make_case([[1] * 64], -4, 3, tables="q", head_dim=64, scale=0.01)
-    exact = round(0.1 * DROPOUT_STEPS) / DROPOUT_STEPS
-    dropped = torch.stack([dropped_probabilities(case, 0.1, seed)[0, 0] == 0 for seed in range(8)])  # [8, 64, 64]
-    assert abs(dropped.double().mean().item() - exact) < 4 * (0.1 * 0.9 / dropped.numel()) ** 0.5
-    for lag in (1, 2, 3, 8, 16):  # in a row, the two columns of one hash among them, and in a column
-        for both in (dropped[..., lag:] & dropped[..., :-lag], dropped[:, lag:] & dropped[:, :-lag]):
-            deviation = (exact**2 * (1 - exact**2) / both.numel()) ** 0.5
-            assert abs(both.double().mean().item() - exact**2) < 4.5 * deviation, lag
-    torch.testing.assert_close(dropped_probabilities(case, 0.1, 0).sum(-1).mean().item(), 1.0, rtol=0, atol=0.03)
 
 
 def test_runs_repeat_bit_by_bit_also_under_activation_checkpointing():
@@ -315,37 +277,21 @@ def test_runs_repeat_bit_by_bit_also_under_activation_checkpointing():
     answers = []
     for backend in (triton_attention, triton_attention, checkpointed):
         torch.manual_seed(3)
-        context, gradients = answer(case, backend, 0.2)
-        answers.append((context, *gradients))
-    for other in answers[1:]:
-        for x, y in zip(answers[0], other, strict=True):
-            assert torch.equal(x, y)
+        answers.append(answer(case, backend, 0.2))
+    assert all(map(torch.equal, answers[0] * 2, answers[1] + answers[2]))
 
 
 def test_padding_gives_zero_and_is_not_read():
     case = make_case(PADDED, -4, 3, tables="qk", heads=2)
-    vectors = case.query, case.key, case.value
     context, _ = triton_attention(case.attending())
     padding = ~case.valid.expand_as(context)
     assert context[padding].eq(0).all()
     gradients = torch.autograd.grad(context.square().sum(), case.inputs)
-    for gradient in gradients[:3]:
-        assert gradient[padding].eq(0).all() and gradient.isfinite().all()
+    assert all(x[padding].eq(0).all() and x.isfinite().all() for x in gradients[:3])
     with torch.no_grad():
-        for x in vectors:
+        for x in (case.query, case.key, case.value):
             x[padding] = 1e6
-    again, _ = triton_attention(case.attending())
-    assert torch.equal(again, context)
-
-
-def test_packed_documents_attend_as_if_alone():
-    case = make_case(PACKED, -4, 3, tables="qK", heads=2)
-    packed, _ = triton_attention(case.attending())
-    for part in (slice(0, 5), slice(5, 12), slice(12, 15)):
-        vectors = (x[:, :, part] for x in (case.query, case.key, case.value))
-        ids = torch.ones_like(case.document_ids[:, part])
-        alone, _ = triton_attention(Attending(*vectors, case.terms, ids, NO_HEADS))
-        torch.testing.assert_close(packed[:, :, part], alone, **CLOSE)
+    assert torch.equal(triton_attention(case.attending())[0], context)
 
 
 COMPARED = {
@@ -370,24 +316,20 @@ def test_heads_are_compared_as_by_eager(document_ids, bounds, options, heads):
     lengths = document_mask(case.document_ids, int(case.document_ids.max())).sum(-1)
     counted = torch.rand(lengths.shape, generator=generator) * (lengths > 1)
 
-    def both(case, backend, dropout=0.0):
+    def compared(case, backend, dropout=0.0):
         """The sum, its gradients, and those of the context and the sum together."""
         torch.manual_seed(7)
-        attending = case.attending(dropout, torch.tensor(heads))._replace(counted=counted)
-        context, cosine = backend(attending)
+        context, cosine = backend(case.attending(dropout, torch.tensor(heads))._replace(counted=counted))
         alone = torch.autograd.grad(cosine, case.inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
-        together = torch.autograd.grad((context * case.weight()).sum() + 5 * cosine, case.inputs)
-        return cosine, alone, together
+        return (cosine, *alone), torch.autograd.grad((context * case.weight()).sum() + 5 * cosine, case.inputs)
 
-    cosine, alone, together = both(case, triton_attention, dropout)
-    expected, expected_alone, _ = both(case.to("cpu", torch.float64), eager_attention)
-    torch.testing.assert_close(cosine.double(), expected, **CLOSE)
-    for got, wanted in zip(alone, expected_alone, strict=True):
-        torch.testing.assert_close(got.double(), wanted.double(), **CLOSE)
+    alone, together = compared(case, triton_attention, dropout)
+    expected, _ = compared(case.to("cpu", torch.float64), eager_attention)
+    assert_answers_close(alone, expected, **CLOSE)
     torch.manual_seed(7)
-    _, gradients = answer(case, triton_attention, dropout)
-    for got, without, part in zip(together, gradients, alone, strict=True):
-        torch.testing.assert_close(got, without + 5 * part, rtol=1e-4, atol=1e-5)
+    _, *gradients = answer(case, triton_attention, dropout)
+    wanted = [without + 5 * part for without, part in zip(gradients, alone[1:], strict=True)]
+    torch.testing.assert_close(list(together), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_heads_compared_in_half_precision_stay_near():
@@ -402,13 +344,6 @@ def test_heads_compared_in_half_precision_stay_near():
     for got, expected in zip(*answers, strict=True):
         allowed = 16 * step * max(1.0, expected.abs().max().item())
         torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=allowed)
-
-
-def test_serves_no_float64_and_says_so():
-    case = make_case(PADDED, -4, 3).to(torch.float64)
-    with pytest.raises(ValueError, match="takes bfloat16, float16 or float32, got float64"):
-        answer(case, triton_attention)
-    assert why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.1, 16)) is None
 
 
 TILE_ROWS = 256
@@ -464,9 +399,7 @@ def test_every_encoding_at_every_length(encoding, seq, head_dim, layout, monkeyp
     case = make_case([LAYOUTS[layout](seq)], 0, 0, head_dim=head_dim)
     generator = torch.Generator().manual_seed(seq)
     case.terms = terms.map(lambda x, _: torch.randn(x.shape, generator=generator).requires_grad_())
-    got, expected = answer(case, triton_attention), reference(case)
-    for x, y in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
+    assert_close_by_size(*both(case))
 
 
 @pytest.mark.parametrize("where", ["dropout", "documents", "window"])
@@ -486,14 +419,13 @@ def test_every_encoding_with_every_objective(encoding, compared, where):
     context, cosine = triton_attention(case.attending(dropout, heads))
     loss = (context * case.weight()).sum() + (5 * cosine if compared else 0)
     got = (context * case.valid, *torch.autograd.grad(loss, case.inputs))
-    expected, gradients = reference(case) if keep is None else reference_with_mask(case, keep, dropout)
+    expected, *gradients = reference(case) if keep is None else reference_with_mask(case, keep, dropout)
     if compared:
         exact = case.to("cpu", torch.float64)
         _, cosine = eager_attention(exact.attending(heads=heads))
         of_heads = torch.autograd.grad(cosine, exact.inputs, allow_unused=True, materialize_grads=True)
         gradients = [x + 5 * y for x, y in zip(gradients, of_heads, strict=True)]
-    for x, y in zip(got, (expected, *gradients), strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
+    assert_close_by_size(got, (expected, *gradients))
 
 
 @pytest.mark.parametrize("encoding", ["ddrp", "tupe-a"])
@@ -519,14 +451,16 @@ def test_the_loss_of_predicted_tokens_and_its_gradient(pieces, dtype, monkeypatc
     logits.requires_grad_()
     loss = sum_of_losses(logits, labels)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
-    for x in (loss * 7, expected * 7):
-        x.backward()
+    (7 * loss).backward()
+    (7 * expected).backward()
     assert logits.grad.dtype == dtype and logits.grad[3].eq(0).all()
-    step = torch.finfo(dtype).eps
-    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=4 * step, atol=7e-6)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=4 * torch.finfo(dtype).eps, atol=7e-6)
 
 
-def test_what_is_not_finite_makes_the_loss_so():
+def test_serves_no_float64_and_says_so_and_what_is_not_finite_makes_the_loss_so():
+    with pytest.raises(ValueError, match="takes bfloat16, float16 or float32, got float64"):
+        answer(make_case(PADDED, -4, 3).to(torch.float64), triton_attention)
+    assert module.why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.1, 16)) is None
     logits = torch.zeros(2, 6)
     for value in (torch.nan, torch.inf):
         logits[1, 2] = value

@@ -25,21 +25,8 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.encoder import SelfAttention
 from megatron_ddrp.model.stages import Inputs, NoteInputs, State
-from megatron_ddrp.parallel import process_group, rendezvous
-from megatron_ddrp.parallel.pipeline import (
-    HEADER,
-    Courier,
-    Entrance,
-    PipelinePart,
-    column_map,
-    column_maps,
-    local_parameters,
-    name_parameters,
-    own_part,
-    seed_draws,
-    split_dimension,
-    split_stages,
-)
+from megatron_ddrp.parallel import pipeline, process_group, rendezvous
+from megatron_ddrp.parallel.pipeline import Courier, PipelinePart, column_maps, own_part, split_stages
 from megatron_ddrp.parallel.process_group import Ranks, gather_rows, own_device, place_in_grid, row_counts
 from megatron_ddrp.parallel.rendezvous import complete_environment, refuse_other_devices
 from megatron_ddrp.parallel.tensor_parallel import PARALLEL, SelfAttentionOfRanks, own_randomness, specialise
@@ -261,7 +248,7 @@ def test_draws_follow_the_seed_as_those_of_torch() -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             expected = torch.rand(9)
-            seed_draws(seed, CPU)
+            pipeline.seed_draws(seed, CPU)
             assert torch.equal(torch.rand(9), expected) and not torch.equal(torch.rand(9), expected)
 
 
@@ -361,9 +348,9 @@ def test_what_enters_the_first_part_travels_the_same_way_and_a_header_has_an_end
     floats, rest = courier.send(inputs)
     assert floats.shape == (0,), "a note receives no gradient"
     assert_same(courier.receive(floats, rest), inputs)
-    many, inputs = tuple(torch.zeros(1) for _ in range(HEADER)), Inputs.of(batch, some_draws(batch))
+    many, inputs = tuple(torch.zeros(1) for _ in range(pipeline.HEADER)), Inputs.of(batch, some_draws(batch))
     state = State(inputs, torch.randn(3, 7, 5), many, inputs.draws.heads, torch.ones(2, 2), torch.zeros(()), None)
-    refused(f"header of [0-9]+ numbers, at most {HEADER} are allowed: .* fewer tensors", Courier().send, state)
+    refused(f"header of [0-9]+ numbers, at most {pipeline.HEADER} are allowed: .* fewer tensors", Courier().send, state)
 
 
 @pytest.mark.parametrize("encoding", ["absolute", "tupe-r", "deberta", "ddrp"])
@@ -426,7 +413,7 @@ def noting(events):
 
         return wait
 
-    return Entrance(lambda x: x.view_as(x), back)
+    return pipeline.Entrance(lambda x: x.view_as(x), back)
 
 
 def some_maps(count, *shape):
@@ -461,7 +448,7 @@ def test_maps_without_a_reader_or_a_bias_and_those_of_zero_3():
     column_maps(x, noting([]), maps)[1].sum().backward()
     torch.testing.assert_close(x.grad, 2 * maps[1].weight.sum(0).expand(4, 5).detach())
     assert not maps[0].weight.grad.any()
-    torch.testing.assert_close(column_map(x, noting([]), maps[0].weight, None), x @ maps[0].weight.T)
+    torch.testing.assert_close(pipeline.column_map(x, noting([]), maps[0].weight, None), x @ maps[0].weight.T)
     (maps, x), called = some_maps(2, 4), []
     for each in maps:
         each.weight.ds_id = 0
@@ -488,7 +475,7 @@ def test_parts_make_up_the_whole_and_what_all_heads_share_is_not_cut(encoding: s
     config, whole = tiny_config(position_encoding=encoding, relative_table=relative_table, **SIZES), set()
     for name, parameter in build_model(config).named_parameters():
         parts = [own_part(name, parameter, config.encoding, rank_of(rank, 4)) for rank in range(4)]
-        dimension = split_dimension(name, config.encoding)
+        dimension = pipeline.split_dimension(name, config.encoding)
         if dimension is None:
             whole.add(name)
             assert all(part is parameter for part in parts), name
@@ -505,12 +492,12 @@ def test_parts_make_up_the_whole_and_what_all_heads_share_is_not_cut(encoding: s
 
 def test_names_of_the_whole_model_survive_cutting_it_and_a_rank_alone_holds_everything() -> None:
     model = build_model(tiny_config(position_encoding="ddrp"))
-    name_parameters(model)
+    pipeline.name_parameters(model)
     stage = torch.nn.ModuleList(model.stages()[2:])
-    names = local_parameters(stage)
+    names = pipeline.local_parameters(stage)
     assert "layers.1.attention.query.weight" in names and "layers.0.attention.query.weight" not in names
     assert names["embeddings.token.weight"] is model.embeddings.token.weight, "the head's tied matrix"
-    assert local_parameters(build_model(tiny_config())).keys() == dict(model.named_parameters()).keys()
+    assert pipeline.local_parameters(build_model(tiny_config())).keys() == dict(model.named_parameters()).keys()
     weight = torch.ones(4, 4)
     assert own_part("layers.0.attention.query.weight", weight, tiny_config().encoding, rank_of(0, 1)) is weight
 
