@@ -83,14 +83,12 @@ class Emulator(graphs.Recorder):
 
     @contextlib.contextmanager
     def capture(self, graph: Graph) -> Iterator[None]:
-        draws = torch.get_rng_state()
-        with Capture(graph) as capture, pytest.MonkeyPatch.context() as patch:
+        with self.aside(), Capture(graph) as capture, pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton_attention, "launch", capture.launch)
             yield
-        torch.set_rng_state(draws)
 
     @contextlib.contextmanager
-    def aside(self, device: torch.device) -> Iterator[None]:
+    def aside(self, device: torch.device | None = None) -> Iterator[None]:
         draws = torch.get_rng_state()
         yield
         torch.set_rng_state(draws)

@@ -8,6 +8,7 @@ shape, layout and precision.
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -77,12 +78,7 @@ def problem(kind):
     return vectors, terms, [*vectors, *tensors_of(terms)]
 
 
-def assert_all_close(got, expected, atol=1e-11):
-    """Compare tensors, of which the same may be missing."""
-    for x, y in zip(got, expected, strict=True):
-        assert (x is None) == (y is None)
-        if x is not None:
-            torch.testing.assert_close(x, y, rtol=0, atol=atol)
+assert_all_close = partial(torch.testing.assert_close, rtol=0, atol=1e-11)
 
 
 def assert_equals_eager(backend, kind, heads, window=None, causal=False):

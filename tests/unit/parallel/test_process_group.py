@@ -11,7 +11,7 @@ import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -321,23 +321,11 @@ def test_states_arrive_as_they_were(dtype: torch.dtype) -> None:
     floats, rest = courier.send(state)
     assert floats.dim() == rest.dim() == 1 and floats.dtype == dtype and rest.dtype == torch.uint8
     arrived = courier.receive(floats, rest)
-    assert_same(arrived, state)
+    torch.testing.assert_close(arrived, state, rtol=0, atol=0)
     weights = torch.randn_like(hidden)
     ((arrived.hidden * weights).sum() + 2 * arrived.head_cosine + 3 * arrived.own.sums.sum()).backward()
     assert torch.equal(hidden.grad, weights) and cosine.grad == 2 and torch.equal(sums.grad, torch.full((2,), 3.0))
     assert torch.equal(table.grad, torch.zeros_like(table)), "a tensor that is not read has a gradient too"
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    """Both hold the same named tuples, tensors, numbers and None."""
-    assert type(got) is type(expected)
-    if isinstance(got, torch.Tensor):
-        assert got.dtype == expected.dtype and torch.equal(got, expected)
-    elif isinstance(got, tuple):
-        for one, other in zip(got, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert got == expected
 
 
 def test_what_enters_the_first_part_travels_the_same_way_and_a_header_has_an_end() -> None:
@@ -347,7 +335,7 @@ def test_what_enters_the_first_part_travels_the_same_way_and_a_header_has_an_end
     courier = Courier()
     floats, rest = courier.send(inputs)
     assert floats.shape == (0,), "a note receives no gradient"
-    assert_same(courier.receive(floats, rest), inputs)
+    torch.testing.assert_close(courier.receive(floats, rest), inputs, rtol=0, atol=0)
     many, inputs = tuple(torch.zeros(1) for _ in range(pipeline.HEADER)), Inputs.of(batch, some_draws(batch))
     state = State(inputs, torch.randn(3, 7, 5), many, inputs.draws.heads, torch.ones(2, 2), torch.zeros(()), None)
     refused(f"header of [0-9]+ numbers, at most {pipeline.HEADER} are allowed: .* fewer tensors", Courier().send, state)
