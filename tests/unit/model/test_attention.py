@@ -1,9 +1,7 @@
 """The one attention against the loop twins, and each backend against the eager one, in values and in every gradient.
 
-The synthetic terms use all that the contract allows (tables a head, key tables, biases, lopsided bounds), though no
-encoding of today asks for it. Tiles of query rows stand against whole matrices: every offset range, tile size and
-source of position terms. `spread` stands against an index gather, `collect_values` as its exact adjoint, in every
-shape, layout and precision.
+The synthetic terms use all that the contract allows, though no encoding of today asks for it. Tiles of query rows stand
+against whole matrices, `spread` against an index gather, and `collect_values` as its exact adjoint.
 """
 
 import itertools
@@ -27,7 +25,9 @@ from tests.reference.tensors import assert_same, random
 pytestmark = pytest.mark.usefixtures("torch_seed")
 BATCH, HEADS, SEQ, DIM = 4, 3, 7, 4
 DOCUMENT_IDS = torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [1] * 2 + [0] * 5, [1] * 3 + [2] * 2 + [0] * 2])
+NINE = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9])
 NONE = torch.empty(0, dtype=torch.long)
+assert_all_close = partial(torch.testing.assert_close, rtol=0, atol=1e-11)
 LOWEST, HIGHEST = -4, 3
 ROWS = HIGHEST - LOWEST + 1
 TERMS = {
@@ -76,9 +76,6 @@ def problem(kind):
     compared = not kind.endswith("-not-compared")
     terms = PositionTerms(0.6, **tables, lowest=LOWEST, highest=HIGHEST, biases_compared=compared)
     return vectors, terms, [*vectors, *tensors_of(terms)]
-
-
-assert_all_close = partial(torch.testing.assert_close, rtol=0, atol=1e-11)
 
 
 def assert_equals_eager(backend, kind, heads, window=None, causal=False):
@@ -261,9 +258,6 @@ def test_every_range_of_offsets_in_tiles_of_every_size(monkeypatch, lowest, high
         loss = (context * weight).sum() + (cosine.sum() if num_keys > 1 else 0)
         answers.append((context, cosine, *torch.autograd.grad(loss, [*vectors, *tensors_of(terms)])))
     assert_all_close(*answers)
-
-
-NINE = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9])
 
 
 def nine_places():

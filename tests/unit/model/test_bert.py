@@ -103,10 +103,6 @@ def test_parameters_of_bert_base_and_those_of_positions():
     assert found == OF_POSITIONS
 
 
-OF_THEIR_OWN = ("position.direction", "position.left", "position.right")
-"""Parameters that start elsewhere: test_positions.py."""
-
-
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_initialisation_is_berts(encoding):
     torch.manual_seed(0)
@@ -118,7 +114,7 @@ def test_initialisation_is_berts(encoding):
             assert parameter.eq(1.0 if name.endswith("weight") else 0.0).all(), name
         elif name.endswith("bias"):
             assert parameter.eq(0).all(), name
-        elif not name.endswith(OF_THEIR_OWN):
+        elif not name.endswith(("position.direction", "position.left", "position.right")):  # test_positions.py
             count = parameter.numel()
             assert abs(parameter.mean()) < 5 * 0.02 / count**0.5, name
             assert abs(parameter.std() - 0.02) < 5 * 0.02 / (2 * count) ** 0.5, name

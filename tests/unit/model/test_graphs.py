@@ -32,8 +32,10 @@ from tests.refusals import refused
 from tests.unit.model.tiny import encode, gradients, some_draws, tiny_batch, tiny_model
 
 ROWS, SEQ, VOCABULARY = 2, 8, 40
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FULL, PADDED = [[1] * 8, [1] * 8], [[1] * 8, [1] * 5 + [0] * 3]
 PACKED = [[1] * 3 + [2] * 5, [1] * 4 + [2] * 2 + [0] * 2]
+assert_same_answers = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def config_of(encoding: str, objective: str = "mth", **model: Any) -> Config:
@@ -77,9 +79,6 @@ def training(model: Any, config: Config, steps: list[MicroBatch], model_graphs: 
             found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
             model.zero_grad()
     return found
-
-
-assert_same_answers = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def assert_equal_with_graphs(config: Config, rows: list[list[list[int]]], shapes: list[int]) -> None:
@@ -270,9 +269,6 @@ def test_packed_rows_have_sixteen_documents_under_graphs(monkeypatch: pytest.Mon
     assert off.token_mask.shape == (ROWS, 16, 0)
 
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-
 @pytest.fixture
 def traced(monkeypatch, request):
     """Trace regions with autograd, fail at a break in a graph, and run them by torch's own kernels, or as asked."""
@@ -344,37 +340,28 @@ def test_dropout_of_a_region_has_one_mask_for_both_passes_and_repeats_when_a_lay
         assert set(scale.unique().tolist()) == {0.0, 2.0} and 0.3 < (scale == 0).float().mean() < 0.7
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """Compile regions by a backend that needs no compiler; return the list to which each compiled graph is added."""
-    found = []
-    torch.compiler.reset()
+def test_models_of_many_widths_share_no_code_and_beyond_the_limit_of_variants_a_region_runs_plainly(monkeypatch):
+    """A sweep over encoders or a comparison holds more than torch's 8 variants of one function in a process."""
+    compiled = []
 
-    def backend(graph, inputs):
-        found.append(graph)
+    def backend(graph, inputs):  # that needs no compiler
+        compiled.append(graph)
         return graph
 
+    torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     monkeypatch.setattr(fused, "compile_region", cache(fused.compile_region.__wrapped__))
     monkeypatch.setattr(fused, "own_copy", cache(fused.own_copy.__wrapped__))
-    return found
-
-
-def test_models_of_many_widths_share_no_code(compiled):
-    """A sweep over encoders or a comparison holds more than torch's 8 variants of one function in a process."""
     for width in range(4, 16):
         states = (torch.randn(2, 3, width), torch.randn(2, 3, width))
         for dropout in (0.1, 0.1, 0.0, 0.0):
             fused.run_compiled(fused.add_norm, states, dropout, torch.ones(width), None, 1e-5, False)
     assert len(compiled) == 24
-
-
-@torch._dynamo.config.patch(recompile_limit=2)
-def test_beyond_the_limit_of_variants_a_region_runs_plainly(compiled):
-    for grad in ((True, True), (True, False), (False, True), (False, False), (True, True)):
-        hidden, added = (torch.randn(2, 3, 4, requires_grad=needed) for needed in grad)
-        assert torch.equal(fused.run_compiled(fused.add, (hidden, added), 0.0), hidden + added)
-    assert len(compiled) == 2
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for grad in ((True, True), (True, False), (False, True), (False, False), (True, True)):
+            hidden, added = (torch.randn(2, 3, 4, requires_grad=needed) for needed in grad)
+            assert torch.equal(fused.run_compiled(fused.add, (hidden, added), 0.0), hidden + added)
+    assert len(compiled) == 26
 
 
 def test_position_terms_trace_without_a_break():

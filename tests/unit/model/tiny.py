@@ -102,6 +102,7 @@ def gradients(model, sums, weights=(0.7, 1.3, 0.9)):
 
 
 EPS = 1e-12
+assert_same_gradients = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
 
 
 def layer_parameters(layer):
@@ -249,9 +250,6 @@ def twin_sums(model, batch, draws, causal=False):
 def with_keys(batch, draws, step=1):
     keys = sample_keys(batch.sequence_ids.numpy(), batch.position_ids.numpy(), 1234, step)
     return draws._replace(own=SampleKeys(keys))
-
-
-assert_same_gradients = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
 
 
 def assert_every_backend_equals_the_twin(model, batch, draws):

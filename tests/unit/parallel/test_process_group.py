@@ -34,6 +34,7 @@ from tests.refusals import refused, wrong_arguments
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
+SIZES = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
 
 
 @pytest.fixture
@@ -444,9 +445,6 @@ def test_maps_without_a_reader_or_a_bias_and_those_of_zero_3():
     sum(output.sum() for output in column_maps(x, noting([]), maps)).backward()
     assert len(called) == 2
     torch.testing.assert_close(x.grad, 2 * sum(each.weight.sum(0) for each in maps).expand(4, 5).detach())
-
-
-SIZES = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
 
 
 def rank_of(tensor_rank: int, tensor_size: int) -> Ranks:
