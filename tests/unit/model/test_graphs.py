@@ -118,7 +118,7 @@ PACKED_TOO: list[tuple[str, str, dict[str, Any], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", REPEATED + PACKED_TOO)
+@pytest.mark.parametrize("case", REPEATED + PACKED_TOO, ids=lambda case: "-".join(case[:2]))
 def test_graphs_repeat_sums_and_gradients_to_the_last_bit(case: tuple[str, str, dict[str, Any], list[int]]) -> None:
     encoding, objective, changes, shapes = case
     rows = [PACKED, PADDED, PADDED, PACKED, PACKED, PADDED]
