@@ -144,6 +144,45 @@ def test_every_row_of_every_parameter_moves_the_logits(name):
         assert not rows or bucketed, "only tables of buckets have rows that wait"
 
 
+def pairs_of_row(name, parameter, row, seq):
+    """bool `[s, s]`: the pairs which one row of a table serves, by the paper."""
+    place = torch.arange(seq)
+    i, j = place[:, None], place[None, :]
+    if name == "ddrp" and parameter == "direction":
+        return [i == j, i < j, i > j][row]
+    if name == "ddrp":
+        return (i - j).abs().clamp_max(3) == row
+    if parameter == "relative" and name in ("bert-r", "deberta"):
+        return (i - j).clamp(-4, 3) + 4 == row
+    if name == "tupe-r" and parameter == "relative":
+        return torch.tensor([[twins.tupe_bucket(a, b) == row for b in range(seq)] for a in range(seq)])
+    assert parameter == "table"
+    words = (i > 0) & (j > 0)
+    if row == 0:
+        return (i == 0).expand(seq, seq)
+    return (i > 0) & (j == 0) if row == 1 else words & ((i == row - 1) | (j == row - 1))
+
+
+@pytest.mark.parametrize(
+    "name, parameter, seq",
+    [
+        *(("ddrp", "direction", 7), ("ddrp", "distance", 7), ("bert-r", "relative", 7), ("deberta", "relative", 7)),
+        *(("tupe-a", "table", 7), ("tupe-r", "table", 7), ("tupe-r", "relative", 100)),  # far enough for every bucket
+    ],
+)
+def test_each_row_moves_exactly_its_own_pairs(name, parameter, seq):
+    encoding = Encoding(name, relative_distance=128 if seq == 100 else 4, seq_length=seq)
+    with torch.no_grad():
+        before, table = encoding.logits(), encoding.parameters[parameter]
+        for row in range(len(table)):
+            kept = table[row].clone()
+            table[row] += torch.randn_like(kept)
+            moved = (encoding.logits() - before).abs().amax((0, 1)) > 1e-9
+            table[row] = kept
+            of_row = pairs_of_row(name, parameter, row, seq)
+            assert of_row.any() and torch.equal(moved, of_row), row
+
+
 @pytest.mark.parametrize("distance", [1, 4, 5, 7, 8, 9, 10, 20, 32, 64, 128, 300, 512])
 def test_buckets_equal_the_twin_far_beyond_the_last(distance):
     offsets = torch.arange(-600, 601)
