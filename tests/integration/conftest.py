@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from megatron_ddrp import pretrain
+from megatron_ddrp.commands.functions import Run
 from megatron_ddrp.config import ENCODINGS, encoding_class
 from tests.conftest import TinyCorpus
 from tests.integration.hosts import Host, missing, two_hosts
-from tests.integration.launch import start_ranks
 
 Flags = Callable[..., list[str]]
+Train = Callable[..., Run]
+Told = Callable[..., str]
 
 TINY: dict[str, Any] = {
     **{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32},
@@ -23,20 +26,31 @@ TINY: dict[str, Any] = {
 
 
 def command_line(flags: dict[str, Any]) -> list[str]:
-    """`{"train_iters": 5, "bf16": True}` → `--train-iters 5 --bf16`; None and False leave a flag out.
-
-    So does a distance beside an encoding that refuses it.
-    """
-    name = flags.get("position_encoding", "ddrp")
-    if name in ENCODINGS and encoding_class(name).relative_distance is None:
-        flags = flags | {"relative_distance": None}
+    """`{"train_iters": 5, "bf16": True}` → `--train-iters 5 --bf16`; None and False leave a flag out."""
     words = []
-    for name, value in flags.items():
+    for name, value in fitting(flags).items():
         if value is None or value is False:
             continue
         values = value if isinstance(value, tuple) else () if value is True else (value,)
         words += ["--" + name.replace("_", "-"), *map(str, values)]
     return words
+
+
+def fitting(flags: dict[str, Any]) -> dict[str, Any]:
+    """Without a distance beside an encoding that refuses it."""
+    name = flags.get("position_encoding", "ddrp")
+    refuses = name in ENCODINGS and encoding_class(name).relative_distance is None
+    return flags | {"relative_distance": None} if refuses else flags
+
+
+@pytest.fixture(scope="session")
+def train(tiny_corpus: TinyCorpus) -> Train:
+    """`train(train_iters=9, bf16=True)`: a tiny run with some settings changed, in this process, without a start."""
+    import torch
+
+    torch.set_num_threads(1)  # as ranks have, whose numbers are the same to the last bit
+    data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file}
+    return lambda **changes: pretrain(**fitting(TINY | data | changes))
 
 
 @pytest.fixture(scope="session")
@@ -50,11 +64,23 @@ def flags(tiny_corpus: TinyCorpus) -> Flags:
     return tiny
 
 
+@pytest.fixture
+def told(train: Train, capsys: pytest.CaptureFixture[str]) -> Told:
+    """`told(train_iters=9)`: what such a run in this process prints."""
+
+    def said(**changes: Any) -> str:
+        capsys.readouterr()
+        train(**changes)
+        return capsys.readouterr().out
+
+    return said
+
+
 @pytest.fixture(scope="session")
-def three_steps(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def three_steps(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of its steps 1, 2 and 3."""
     folder = tmp_path_factory.mktemp("three")
-    start_ranks(flags(save=folder, train_iters=3, save_interval=1)).check()
+    train(save=folder, train_iters=3, save_interval=1)
     return folder
 
 

@@ -41,27 +41,16 @@ TIMEOUT = 400.0
 GRACE = 20.0
 """Seconds for a process that is given up to write its stacks."""
 
+Before, During = Callable[[], None], Callable[[list[Any]], None]
 OF_THE_MACHINE = ("tokens_per_second", "step_time", "mfu", "peak_memory_gib")
 """Keys of metrics.jsonl that differ between two equal runs."""
 
 PRELOADED = [
-    "tests.integration.before_the_imports",
-    "torch._dynamo",
-    "torch.utils.tensorboard",
-    "numpy.ma",
-    "tokenizers",
-    "deepspeed",
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-    "megatron_ddrp.train",
-    "megatron_ddrp.arguments",
-    "transformers.models.bert.modeling_bert",
-    "megatron_ddrp.tasks.finetune.workers",
-    "pytest",
-    "tests.integration.launch",
-    "tests.integration.conftest",
-    "tests.integration.training_runs",
-    "tests.integration.before_the_fork",
+    *("tests.integration.before_the_imports", "torch._dynamo", "torch.utils.tensorboard", "numpy.ma", "tokenizers"),
+    *("deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3"),
+    *("megatron_ddrp.train", "megatron_ddrp.arguments", "transformers.models.bert.modeling_bert"),
+    *("megatron_ddrp.tasks.finetune.workers", "pytest", "tests.integration.launch", "tests.integration.conftest"),
+    *("tests.integration.training_runs", "tests.integration.before_the_fork"),
 ]
 """What DeepSpeed, torch.optim and a test's own functions import on first use as well: without these, 2 s a rank."""
 
@@ -84,8 +73,8 @@ class Result:
 def start_ranks(
     arguments: Sequence[object],
     world_size: int | None = 1,
-    before: Callable[[], None] | None = None,
-    during: Callable[[list[Any]], None] | None = None,
+    before: Before | None = None,
+    during: During | None = None,
     context: Any = None,
     program: str = "pretrain_bert.py",
     timeout: float = TIMEOUT,
@@ -105,23 +94,21 @@ def start_ranks(
     with tempfile.TemporaryDirectory() as folder:
         streams = [(Path(folder) / f"stdout{rank}", Path(folder) / f"stderr{rank}") for rank in range(len(variables))]
         ranks = [
-            context.Process(target=_run, args=(program, words[rank], variables[rank], streams[rank], before))
-            for rank in range(len(variables))
+            context.Process(target=_run, args=(program, *of_rank, before))
+            for of_rank in zip(words, variables, streams, strict=True)
         ]
         exit_codes = exit_codes_of(ranks, timeout, during)
         stdout, stderr = ([_text(path) for path in paths] for paths in zip(*streams, strict=True))
     return Result(exit_codes, stdout, stderr)
 
 
-def armed(points: str, rank: int | None = None, then: Callable[[], None] | None = None) -> Callable[[], None]:
-    """Return what arms points of `megatron_ddrp/data/points.py` before a rank starts, on all ranks or one of them.
-
-    `then` is a module's function that it calls afterwards.
-    """
+def armed(points: str, rank: int | None = None, then: Before | None = None) -> Before:
+    """Return what arms points of `megatron_ddrp/data/points.py` before a rank starts, on all ranks or one of them, and
+    then calls `then`, a module's function."""
     return functools.partial(_arm, points, rank, then)
 
 
-def _arm(points: str, rank: int | None, then: Callable[[], None] | None) -> None:
+def _arm(points: str, rank: int | None, then: Before | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background, or by nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if rank is None or os.environ["RANK"] == str(rank):
@@ -150,9 +137,7 @@ class Hold:
         self._stream.close()
 
 
-def exit_codes_of(
-    processes: Sequence[Any], timeout: float, during: Callable[[list[Any]], None] | None = None
-) -> list[int | None]:
+def exit_codes_of(processes: Sequence[Any], timeout: float, during: During | None = None) -> list[int | None]:
     """Start processes and wait for them together; None for one that had to be killed after `timeout` seconds.
 
     Such a one writes the stacks of its threads to standard error first.
@@ -196,13 +181,7 @@ def fork_server(preloaded: Sequence[str] = PRELOADED) -> Any:
     return context
 
 
-def _run(
-    program: str,
-    words: list[str],
-    variables: dict[str, str],
-    streams: tuple[Path, Path],
-    before: Callable[[], None] | None,
-) -> None:
+def _run(program: str, words: list[str], variables: dict[str, str], streams: Any, before: Before | None) -> None:
     redirect_streams(*streams)
     os.environ.update(variables)
     import torch
@@ -332,6 +311,10 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def training_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of training steps of DIR/metrics.jsonl."""
+    return steps_of(read_rows(folder))
+
+
+def steps_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of training steps, without what depends on the clock."""
-    rows = [row for row in read_rows(folder) if "loss" in row]
-    return [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in rows]
+    return [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in rows if "loss" in row]

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import gc
 import hashlib
+import inspect
 import json
 import os
 import random
@@ -23,22 +24,13 @@ import pytest
 import torch
 
 import megatron_ddrp
-from megatron_ddrp import (
-    compare,
-    convert,
-    finetune,
-    merge,
-    minimal_pairs,
-    preprocess,
-    pretrain,
-    report,
-    train_tokenizer,
-)
+from megatron_ddrp import convert, finetune, merge, minimal_pairs, preprocess, pretrain, report, train_tokenizer
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.config import load_config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.experiment import stop_on_sigterm
+from megatron_ddrp.pages.plotting import figure_tools
 from megatron_ddrp.run.callbacks import Callback, StopTraining
 from megatron_ddrp.run.launch import guest
 from megatron_ddrp.run.metrics import read_rows, stored_level
@@ -56,23 +48,14 @@ def settings(tiny_corpus: TinyCorpus) -> Settings:
 
 def state_of_process() -> list[Any]:
     """Return all that a run could change for other libraries, in a form that can be compared."""
-    return [
-        {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
-        {number: signal.getsignal(number) for number in signal.valid_signals()},
-        list(sys.argv),
-        sys.excepthook,
-        torch.nn.functional.linear,
-        list(warnings.filters),
-        random.getstate(),
-        str(np.random.get_state()),
-        torch.get_rng_state().tolist(),
-        torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.distributed.is_initialized(),
-        torch.distributed.distributed_c10d.default_pg_timeout,
-        torch.distributed.distributed_c10d.default_pg_nccl_timeout,
-    ]
+    group = torch.distributed.distributed_c10d
+    timeouts = [torch.distributed.is_initialized(), group.default_pg_timeout, group.default_pg_nccl_timeout]
+    numbers = [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist(), torch.get_num_threads()]
+    modes = [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
+    hooks = [list(sys.argv), sys.excepthook, torch.nn.functional.linear, list(warnings.filters)]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return [variables, handlers, *hooks, *numbers, *modes, *timeouts]
 
 
 @pytest.fixture(autouse=True)
@@ -112,18 +95,14 @@ class Frame:
         return iter(self.columns)
 
 
-class At(Callback):
-    """Calls `act` after the logged step `step`."""
+def callback(**events: Callable[..., Any]) -> Callback:
+    """A callback that does these things at its events."""
+    return type("Own", (Callback,), {name: staticmethod(act) for name, act in events.items()})()
 
-    def __init__(self, step: int, act: Callable[[], Any]) -> None:
-        self.step, self.act, self.ended = step, act, False
 
-    def on_step(self, row: Any) -> None:
-        if row["iteration"] == self.step:
-            self.act()
-
-    def on_end(self) -> None:
-        self.ended = True
+def at(step: int, act: Callable[[], Any]) -> Callable[[Any], Any]:
+    """What calls `act` with the row of the step `step`."""
+    return lambda row: act() if row["iteration"] == step else None
 
 
 def fail(error: BaseException) -> Any:
@@ -143,45 +122,41 @@ def test_runs_of_one_process_are_equal_at_every_zero_stage_and_keep_no_memory(se
     assert max(held) < 1000, f"numbers held after each run: {held}"
 
 
-@pytest.mark.parametrize(
-    ("act", "stopped"),
-    [
-        (lambda: fail(StopTraining()), True),
-        (lambda: signal.raise_signal(signal.SIGTERM), True),
-        (lambda: fail(ZeroDivisionError("mine")), False),
-    ],
-    ids=["StopTraining", "signal", "error"],
-)
-def test_a_run_that_ended_early_resumes_bit_for_bit(
-    act: Callable[[], Any], stopped: bool, settings: Settings, tmp_path: Path
-) -> None:
-    settings |= {"zero_stage": 1, "save_interval": 2, "hidden_dropout": 0.1, "train_iters": 4}
-    whole = pretrain(**settings, save=tmp_path / "whole")
-    level = Corpus.open(load_config(tmp_path / "whole")).unigram_loss
-    assert stored_level(tmp_path / "whole") == pytest.approx(level, abs=1e-5) and level > 1
-    early = At(3, act)
-    own = settings | {"save": tmp_path / "own", "load": tmp_path / "own"}
+EARLY = {"zero_stage": 1, "save_interval": 2, "hidden_dropout": 0.1, "train_iters": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A finished run: read only."""
+    data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file}
+    return pretrain(**TINY | data | EARLY, save=tmp_path_factory.mktemp("whole") / "run")
+
+
+ENDINGS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "StopTraining": (lambda: fail(StopTraining()), True),
+    "signal": (lambda: signal.raise_signal(signal.SIGTERM), True),
+    "error": (lambda: fail(ZeroDivisionError("mine")), False),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_run_that_ended_early_resumes_to_the_bit(ending: str, whole: Any, settings: Settings, tmp_path: Path) -> None:
+    level = Corpus.open(load_config(whole.path)).unigram_loss
+    assert stored_level(whole.path) == pytest.approx(level, abs=1e-5) and level > 1
+    (act, stopped), ended = ENDINGS[ending], list[bool]()
+    early = callback(on_step=at(3, act), on_end=lambda: ended.append(True))
+    own = settings | EARLY | {"save": tmp_path / "own", "load": tmp_path / "own"}
     if stopped:
         run = pretrain(**own, callbacks=[early])
         assert run.stopped and run.iteration == 3
     else:
         with pytest.raises(ZeroDivisionError, match="^mine$"):
             pretrain(**own, callbacks=[early])
-    assert early.ended
+    assert ended == [True]
     resumed = pretrain(**own)
     assert (resumed.iteration, resumed.stopped) == (4, False)
-    assert hashes(tmp_path / "own") == hashes(tmp_path / "whole")
+    assert hashes(tmp_path / "own") == hashes(whole.path)
     assert resumed.rows[-1]["loss"] == whole.rows[-1]["loss"]
-
-
-class Scorer(Callback):
-    """Calls `act` with every checkpoint."""
-
-    def __init__(self, act: Callable[[Path], Any]) -> None:
-        self.act = act
-
-    def on_checkpoint(self, path: Path) -> None:
-        self.act(path)
 
 
 def test_an_error_about_a_checkpoint_reaches_the_caller_and_deletes_none(settings: Settings, tmp_path: Path) -> None:
@@ -195,7 +170,7 @@ def test_an_error_about_a_checkpoint_reaches_the_caller_and_deletes_none(setting
 
     own = settings | {"save": tmp_path / "run", "load": tmp_path / "run", "save_interval": 1, "milestone_interval": 2}
     own |= {"keep_last": 2, "train_iters": 5}
-    assert refused("mine", pretrain, **own, callbacks=[Scorer(score)]) is mine
+    assert refused("mine", pretrain, **own, callbacks=[callback(on_checkpoint=score)]) is mine
     left = sorted(path.name for path in (tmp_path / "run").glob("iter_*"))
     assert left == ["iter_0000002", "iter_0000003"] == seen[1:]
     assert [row["iteration"] for row in pretrain(**own).rows] == [4, 5]
@@ -208,7 +183,7 @@ def test_an_error_about_a_checkpoint_reaches_the_caller_and_deletes_none(setting
 )
 @pytest.mark.parametrize("event", ["on_start", "columns", "on_step", "on_validation", "on_checkpoint", "on_end"])
 def test_an_error_of_a_callback_stays_its_own(event: str, error: Exception, settings: Settings, tmp_path: Path) -> None:
-    own = type("Own", (Callback,), {event: lambda *_: fail(error)})()
+    own = callback(**{event: lambda *_: fail(error)})
     with pytest.raises(type(error)) as raised:
         pretrain(**settings | {"train_iters": 1, "eval_interval": 1, "save": tmp_path / "run"}, callbacks=[own])
     assert raised.value is error
@@ -234,57 +209,41 @@ def test_the_functions_work_in_a_callback(settings: Settings, tmp_path: Path) ->
         (pairs,) = minimal_pairs(data_dir=tmp_path / "pairs", load=path, workers=1, output_dir=out / "pairs").rows
         run = pretrain(texts=documents(), **settings | {"train_iters": 1, "data_path": None})
         found.append((row["score"], pairs["good"], run.rows[-1]["loss"]))
-        assert compare(tmp_path / "plan.yaml", output_dir=out / "plan", dry_run=True).rows == []
+        assert megatron_ddrp.compare(tmp_path / "plan.yaml", output_dir=out / "plan", dry_run=True).rows == []
 
     own = settings | {"train_iters": 2, "save_interval": 2, "hidden_dropout": 0.1}
     alone = pretrain(**own, save=tmp_path / "alone")
-    with_functions = pretrain(**own, save=tmp_path / "run", callbacks=[Scorer(score)])
+    with_functions = pretrain(**own, save=tmp_path / "run", callbacks=[callback(on_checkpoint=score)])
     assert [row["loss"] for row in with_functions.rows] == [row["loss"] for row in alone.rows]
     score(with_functions.path / "iter_0000002")  # type: ignore[operator]
     assert found[0] == found[1]
 
 
-def test_two_interrupts_end_a_run_at_once(settings: Settings) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pretrain(**settings, callbacks=[At(2, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])])
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 class Norm(Callback):
-    """A column of its own, and a note of everything that happens."""
+    """A column of its own."""
 
     def __init__(self, name: str = "embedding_norm") -> None:
-        self.name, self.events = name, []
-        self.events: list[str]
+        self.name = name
 
     def on_start(self, config: Any, iteration: int, model: Any) -> None:
         self.weight = next(model.parameters())
-        self.events.append(f"start {iteration}")
 
     def columns(self) -> dict[str, float]:
         return {self.name: self.weight.detach().norm()}
 
-    def on_step(self, row: Any) -> None:
-        self.events.append(f"step {row['iteration']}")
-
-    def on_validation(self, row: Any) -> None:
-        self.events.append(f"validation {row['iteration']}")
-
-    def on_checkpoint(self, path: Path) -> None:
-        self.events.append(path.name)
-
-    def on_end(self) -> None:
-        self.events.append("end")
-
 
 def test_a_callback_sees_the_run_and_adds_a_column(settings: Settings, tmp_path: Path) -> None:
-    norm = Norm()
+    events = list[str]()
+    notes = callback(
+        on_start=lambda config, iteration, model: events.append(f"start {iteration}"),
+        on_step=lambda row: events.append(f"step {row['iteration']}"),
+        on_validation=lambda row: events.append(f"validation {row['iteration']}"),
+        on_checkpoint=lambda path: events.append(path.name),
+        on_end=lambda: events.append("end"),
+    )
     settings |= {"train_iters": 2, "log_interval": 1, "eval_interval": 2, "save": tmp_path / "run"}
-    run = pretrain(**settings, callbacks=[norm])
-    assert norm.events == ["start 0", "step 1", "step 2", "validation 2", "iter_0000002", "end"]
+    run = pretrain(**settings, callbacks=[Norm(), notes])
+    assert events == ["start 0", "step 1", "step 2", "validation 2", "iter_0000002", "end"]
     rows = read_rows(tmp_path / "run")
     assert rows == json.loads(json.dumps(run.rows))
     assert [row.get("embedding_norm", 0) > 0 for row in rows] == [True, True, False]
@@ -302,14 +261,14 @@ NO_NAME = "columns.. gave .*; expected a name of its own"
 
 
 def with_columns(given: Any) -> Callback:
-    return type("Wrong", (Callback,), {"columns": lambda _: given})()
+    return callback(columns=lambda: given)
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
         *(({"callbacks": given}, NO_LIST) for given in (Norm(), [Norm], None, 5, "Norm", [None], {"norm": Norm()})),
-        *(({"callbacks": [with_columns(given)]}, f"Wrong.{NO_NAME}") for given in ([1.0], "loss", 5)),
+        *(({"callbacks": [with_columns(given)]}, f"Own.{NO_NAME}") for given in ([1.0], "loss", 5)),
         *(({"callbacks": [Norm(name)]}, f"Norm.{NO_NAME}") for name in ("loss", 3)),
         ({"num_layrs": 2}, "did you mean --num-layers"),
         ({"num_layers": "two"}, "invalid int value"),
@@ -331,55 +290,49 @@ def test_only_the_main_thread_may_run(settings: Settings) -> None:
         refused("main thread", pool.submit(pretrain, **settings).result)
 
 
-def test_texts_become_the_dataset_that_the_command_writes(tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
-    rows = ({"text": text, "id": number} for number, text in enumerate(documents()))
-    (prefix,) = preprocess(texts=rows, output_prefix=tmp_path / "own", vocab_file=tiny_corpus.vocab_file)
-    for ending in (".bin", ".idx"):
-        assert Path(prefix + ending).read_bytes() == Path(f"{tiny_corpus.prefix}{ending}").read_bytes()
-
-
 def counted(texts: list[str], taken: list[str]) -> Iterator[str]:
     for text in texts:
         taken.append(text)
         yield text
 
 
-def test_a_refused_call_takes_no_text(tiny_corpus: TinyCorpus, settings: Settings, tmp_path: Path) -> None:
+def assert_same_dataset(prefix: str | Path, corpus: TinyCorpus) -> None:
+    for ending in (".bin", ".idx"):
+        assert Path(f"{prefix}{ending}").read_bytes() == Path(f"{corpus.prefix}{ending}").read_bytes()
+
+
+def test_a_refused_call_takes_no_text_and_texts_become_the_dataset_that_the_command_writes(
+    whole: Any, tiny_corpus: TinyCorpus, settings: Settings, tmp_path: Path
+) -> None:
     taken: list[str] = []
     texts = counted(documents(), taken)
     (tmp_path / "there.txt").write_text("mine")
-    whole = pretrain(**settings | {"train_iters": 1, "save": tmp_path / "run"}).path
     run = {name: value for name, value in settings.items() if name != "data_path"} | {"save": tmp_path / "new"}
-    for wrong in (
-        {"num_layers": 0},
-        {"callbacks": None},
-        {"vocab_file": "nowhere.txt"},
-        {"global_batch_size": 7},
-        {"fp16": True, "attention_backend": "triton"},
-        {"tensorboard_dir": tmp_path / "there.txt"},
-        {"deepspeed_config": tmp_path / "there.txt"},
-        {"save": whole},
-        {"save": tmp_path / "there.txt"},
-        {"split": "most"},
-        {"load": tmp_path / "nowhere"},
-        {"load": whole, "hidden_size": 64},
-        {"load": whole, "optimizer": "muon", "zero_stage": 0},
-        {"load": whole, "dry_run": True, "num_attention_heads": 5},
-    ):
+    there, loaded = tmp_path / "there.txt", {"load": whole.path}
+    wrongs = [{"num_layers": 0}, {"callbacks": None}, {"vocab_file": "nowhere.txt"}, {"global_batch_size": 7}]
+    wrongs += [{"fp16": True, "attention_backend": "triton"}, {"tensorboard_dir": there}, {"deepspeed_config": there}]
+    wrongs += [{"save": whole.path}, {"save": there}, {"split": "most"}, {"load": tmp_path / "nowhere"}]
+    wrongs += [loaded | {"hidden_size": 64}, loaded | {"optimizer": "muon", "zero_stage": 0}]
+    for wrong in (*wrongs, loaded | {"dry_run": True, "num_attention_heads": 5}):
         refused("", pretrain, texts=texts, **run | wrong)
     own = {"vocab_file": tiny_corpus.vocab_file, "output_prefix": tmp_path / "own"}
-    there = {"output_prefix": str(tiny_corpus.prefix).removesuffix("_text_document")}
-    for more in ({"vocab_file": "nowhere.txt"}, {"workers": 0}, {"json_keys": {"a"}}, {"partition": "1/2"}, there):
+    taken_prefix = {"output_prefix": str(tiny_corpus.prefix).removesuffix("_text_document")}
+    wrongs = [{"vocab_file": "nowhere.txt"}, {"workers": 0}, {"json_keys": {"a"}}, {"partition": "1/2"}, taken_prefix]
+    for more in wrongs:
         refused("", preprocess, texts=texts, **own | more)
-    for more in ({"vocab_size": 3}, {"vocab_size": 10**9}, {"output": tmp_path / "there.txt"}, {"type": "letters"}):
+    for more in ({"vocab_size": 3}, {"vocab_size": 10**9}, {"output": there}, {"type": "letters"}):
         refused("", train_tokenizer, texts=texts, **{"vocab_size": 300, "output": tmp_path / "vocab.txt"} | more)
     assert taken == []
-    (prefix,) = preprocess(texts=texts, **own)
-    assert Path(prefix + ".bin").read_bytes() == Path(f"{tiny_corpus.prefix}.bin").read_bytes()
+    rows = ({"text": text, "id": number} for number, text in enumerate(documents()))
+    for name, given in (("own", texts), ("rows", rows)):
+        (prefix,) = preprocess(texts=given, **own | {"output_prefix": tmp_path / name})
+        assert_same_dataset(prefix, tiny_corpus)
 
 
-@pytest.mark.parametrize("kind", ["dataset", "wordpiece", "sentencepiece"])
-def test_an_interrupt_reaches_a_source_that_sleeps(kind: str, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["run", "dataset", "wordpiece", "sentencepiece"])
+def test_an_interrupt_reaches_a_source_that_sleeps_and_two_end_a_run(
+    kind: str, tiny_corpus: TinyCorpus, settings: Settings, tmp_path: Path
+) -> None:
     """The source waits in this thread, as one that sleeps does, until the signal has come."""
 
     def slow() -> Iterator[str]:
@@ -387,10 +340,13 @@ def test_an_interrupt_reaches_a_source_that_sleeps(kind: str, tiny_corpus: TinyC
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("the source goes on")
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
+    twice = callback(on_step=at(2, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)]))
     try:
         with pytest.raises(KeyboardInterrupt):
-            if kind == "dataset":
+            if kind == "run":
+                pretrain(**settings, callbacks=[twice])
+            elif kind == "dataset":
                 preprocess(texts=slow(), output_prefix=tmp_path / "own", vocab_file=tiny_corpus.vocab_file)
             else:
                 train_tokenizer(texts=slow(), type=kind, vocab_size=300, output=tmp_path / "own")
@@ -401,21 +357,24 @@ def test_an_interrupt_reaches_a_source_that_sleeps(kind: str, tiny_corpus: TinyC
 
 @pytest.mark.parametrize(
     "error",
-    [BrokenPipeError("mine"), OSError(errno.ENOSPC, "mine"), RuntimeError("cannot allocate mine"), UserError("mine")],
+    [
+        *(BrokenPipeError("mine"), OSError(errno.ENOSPC, "mine"), RuntimeError("cannot allocate mine")),
+        *(UserError("mine"), ZeroDivisionError("mine")),
+    ],
     ids=lambda error: type(error).__name__,
 )
-@pytest.mark.parametrize("reader", ["preprocess", "pretrain", "wordpiece", "sentencepiece"])
-def test_an_error_of_the_texts_stays_their_own(
+@pytest.mark.parametrize("reader", ["stop", "skip", "pretrain", "wordpiece", "sentencepiece"])
+def test_an_error_of_the_texts_stays_their_own_and_nothing_is_left(
     reader: str, error: Exception, tiny_corpus: TinyCorpus, tmp_path: Path
 ) -> None:
     def texts() -> Iterator[str]:
-        yield from documents()[:3]
+        yield from documents()[: 3 if reader == "pretrain" else None]
         raise error
 
     words, vocabulary = (error.args, getattr(error, "filename", None)), {"vocab_file": tiny_corpus.vocab_file}
     with pytest.raises(type(error)) as raised:
-        if reader == "preprocess":
-            preprocess(texts=texts(), output_prefix=tmp_path / "own", **vocabulary)
+        if reader in ("stop", "skip"):
+            preprocess(texts=texts(), output_prefix=tmp_path / "own", on_error=reader, **vocabulary)
         elif reader == "pretrain":
             pretrain(texts=texts(), **TINY | vocabulary)
         else:
@@ -436,17 +395,6 @@ def test_texts_are_taken_in_the_thread_of_the_caller(tmp_path: Path) -> None:
 
     outer = train_tokenizer(texts=rows(), vocab_size=300, output=tmp_path / "outer.txt")
     assert outer.read_bytes() == (tmp_path / "inner.txt").read_bytes()
-
-
-@pytest.mark.parametrize("on_error", ["stop", "skip"])
-def test_texts_that_end_in_an_error_give_no_dataset(on_error: str, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
-    def texts() -> Iterator[str]:
-        yield from documents()
-        raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="^mine$"):
-        preprocess(texts=texts(), output_prefix=tmp_path / "own", vocab_file=tiny_corpus.vocab_file, on_error=on_error)
-    assert not list(tmp_path.glob("own*.idx"))
 
 
 @pytest.mark.parametrize(
@@ -478,9 +426,7 @@ def test_a_table_of_pyarrow_is_refused_and_its_column_is_read(tiny_corpus: TinyC
         refused("expected", preprocess, texts=wrong, output_prefix=tmp_path / "own", **own)
     assert not list(tmp_path.iterdir())
     assert preprocess(texts=table["text"], output_prefix=tmp_path / "own", **own)
-    for ending in (".bin", ".idx"):
-        own_bytes = (tmp_path / f"own_text_document{ending}").read_bytes()
-        assert own_bytes == Path(f"{tiny_corpus.prefix}{ending}").read_bytes()
+    assert_same_dataset(tmp_path / "own_text_document", tiny_corpus)
 
 
 def test_a_vocabulary_and_a_run_from_texts_alone(tmp_path: Path) -> None:
@@ -505,9 +451,7 @@ def test_texts_are_read_when_the_settings_are_known(tiny_corpus: TinyCorpus, tmp
     assert {"run", "run-texts_text_document.bin"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_merge_prints_the_losses_that_the_run_logged(
-    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_merge_prints_logged_losses(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A validation is 256 rows: 32 batches of the run, or one of an export, so that their losses are equal."""
     every = {"eval_interval": 3, "save_interval": 3, "eval_iters": 32, "lr_decay_style": "constant", "split": "3,1,0"}
     rows = pretrain(**settings | every, save=tmp_path / "run").rows
@@ -524,28 +468,20 @@ def test_a_merge_prints_the_losses_that_the_run_logged(
     assert losses[1] < losses[2] < losses[0]
     assert printed(exports, split="3,1,0") == pytest.approx(losses, abs=1.1e-4)
     again = pretrain(**settings | {"train_iters": 1}, load=tmp_path / "iter_0000003_mean")
-    assert again.rows[0]["lm_loss"] < rows[0]["lm_loss"] and capsys.readouterr().out.count(
-        "mean/iter_0000000, optimizer"
-    )
+    assert again.rows[0]["lm_loss"] < rows[0]["lm_loss"]
+    assert "mean/iter_0000000, optimizer" in capsys.readouterr().out
     vocab = train_tokenizer(texts=documents(), vocab_size=300, output=tmp_path / "other.txt")
     (other,) = preprocess(texts=documents(), output_prefix=tmp_path / "other", vocab_file=vocab)
-    with pytest.raises(UserError, match="other_text_document"):
-        merge(load=runs, output=tmp_path / "none", data_path=other)
+    refused("other_text_document", merge, load=runs, output=tmp_path / "none", data_path=other)
     assert not (tmp_path / "none").exists()
 
 
-def test_figures_leave_the_settings_of_matplotlib_as_they_were(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_leave_matplotlib_as_it_was(whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib = pytest.importorskip("matplotlib")
-    run = pretrain(**settings | {"save": tmp_path / "run"})
     with matplotlib.rc_context({"font.size": 20, "figure.dpi": 60}):
         before = matplotlib.rcParams.copy()
-        report(load=run.path, output_dir=tmp_path / "report")
+        report(load=whole.path, output_dir=tmp_path / "report")
         assert matplotlib.rcParams.copy() == before
-
-    from megatron_ddrp.pages.plotting import figure_tools
-
     with matplotlib.rc_context():
         matplotlib.rc_file_defaults()
         before = matplotlib.rcParams.copy()
@@ -556,16 +492,11 @@ def test_figures_leave_the_settings_of_matplotlib_as_they_were(
         assert matplotlib.rcParams.copy() == before
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in megatron_ddrp.__all__ if name not in ("__version__", "load_encoder")]
-)
+@pytest.mark.parametrize("name", sorted({*megatron_ddrp.__all__} - {"__version__", "load_encoder"}))
 def test_a_function_lists_the_flags_of_its_command(name: str) -> None:
-    import inspect
-
     function = getattr(megatron_ddrp, name)
     parameters = inspect.signature(function).parameters
     assert len(parameters) > 5
-    assert all(
-        f"\n    {flag}: " in function.__doc__ for flag in parameters if flag not in ("texts", "callbacks", "plan")
-    )
+    flags = [flag for flag in parameters if flag not in ("texts", "callbacks", "plan")]
+    assert all(f"\n    {flag}: " in function.__doc__ for flag in flags)
     assert dataclasses.is_dataclass(megatron_ddrp.commands.functions.Run)

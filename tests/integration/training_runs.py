@@ -17,6 +17,7 @@ import torch
 import torch.distributed
 
 from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.checkpoint.weights import note_tensors
 from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
@@ -36,6 +37,7 @@ TIMEOUT = 1800.0
 """Seconds until a group of runs is given up, and until ranks that wait for each other in one say where they are."""
 RUN_TIMEOUT = 120.0
 
+Work = Callable[[list[Any], Path], Any]
 Rows = list[dict[str, float]]
 """Losses and gradient norm of each step; the last has the validation loss too."""
 
@@ -65,7 +67,9 @@ def train_run(config: Config) -> Rows:
     if rows:
         rows[-1] |= evaluate(engine, [validation.step(0)], setup, notes)
     if files.save:
-        save_checkpoint(engine, Path(files.save), Progress(end), setup, begin)
+        save_checkpoint(
+            engine, Path(files.save), Progress(end), setup, begin, {} if notes is None else note_tensors(notes)
+        )
     if config.parallel.zero_stage < 3:
         assert_replicas_agree(engine.module, config, ranks)
     engine.destroy()
@@ -113,13 +117,7 @@ def _train_all(command_lines: list[list[str]], error: Path) -> list[Rows]:
     return runs
 
 
-def run_ranks(
-    world_size: int,
-    work: Callable[[list[list[str]], Path], Any],
-    command_lines: list[list[str]],
-    timeout: float,
-    context: Any = None,
-) -> list[Any]:
+def run_ranks(world_size: int, work: Work, command_lines: list[Any], timeout: float, context: Any = None) -> list[Any]:
     """What `work(command_lines, file for what went wrong)`, a module's function, gives on each rank of a group.
 
     `context` starts the processes: by default the fork server, whose children see no GPU.
@@ -136,13 +134,7 @@ def run_ranks(
         return [json.loads((Path(folder) / f"given{rank}").read_text(encoding="utf-8")) for rank in range(world_size)]
 
 
-def _rank(
-    rank: int,
-    variables: dict[str, str],
-    work: Callable[[list[list[str]], Path], Any],
-    command_lines: list[list[str]],
-    folder: str,
-) -> None:
+def _rank(rank: int, variables: dict[str, str], work: Work, command_lines: list[Any], folder: str) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)
     error = Path(folder) / f"error{rank}"
