@@ -13,37 +13,23 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ddrp import finetune, pretrain, report
+from megatron_ddrp import convert, finetune, pretrain, report
+from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.commands.functions import given_words
 from megatron_ddrp.config import load_plugin
 from megatron_ddrp.config.registry import PLUGINS, TABLES, plugins_forgotten_after
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.run.metrics import read_rows
 from tests.conftest import TinyCorpus
-from tests.integration.conftest import TINY, Flags
-from tests.integration.launch import ROOT, Result, run_command, start_ranks
+from tests.integration.conftest import TINY, Flags, Told, Train
+from tests.integration.launch import ROOT, run_command, start_ranks
 from tests.integration.test_functions import hashes
 from tests.refusals import refused, wrong_arguments
 
 FILES = [Path(__file__).with_name(name) for name in ("plugin_encoding.py", "plugin_objective.py")]
-NAMES = ["--position-encoding", "slopes", "--objective", "counting", "--objective-options", "weight=0.7"]
 VALIDATION = {"eval_interval": 5, "eval_iters": 1, "save_interval": 5}
-
-
-@pytest.fixture
-def plugins(tmp_path: Path) -> list[str]:
-    """The flags that load both files, from a folder of the user's."""
-    words = []
-    for file in FILES:
-        own = tmp_path / f"my_{file.name}"
-        own.write_bytes(file.read_bytes())
-        words.append(str(own))
-    return ["--plugin", *words]
-
-
-def convert(run: Path, output: Path, *words: str) -> Result:
-    return start_ranks(["--load", run, "--output", output, *words], None, program="tools/convert_checkpoint.py")
 
 
 LOADS = """
@@ -64,12 +50,15 @@ with torch.no_grad():
 
 @pytest.mark.slow
 def test_it_trains_alike_in_every_layout_is_recorded_exported_and_loaded_alone(
-    flags: Flags, plugins: list[str], tmp_path: Path
+    train: Train, told: Told, flags: Flags, tmp_path: Path
 ) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    start_ranks([*plugins, *flags(save=one, **VALIDATION), *NAMES]).check()
-    start_ranks([*plugins, *flags(save=two, tensor_model_parallel_size=2, **VALIDATION), *NAMES], world_size=2).check()
-    rows = read_rows(one)
+    plugins = tuple(tmp_path / f"my_{file.name}" for file in FILES)  # in a folder of the user's
+    for file, own in zip(FILES, plugins, strict=True):
+        own.write_bytes(file.read_bytes())
+    names = {"position_encoding": "slopes", "objective": "counting", "objective_options": ("weight=0.7",)}
+    one, two, exported, chosen = tmp_path / "one", tmp_path / "two", tmp_path / "huggingface", {"plugin": plugins}
+    rows = train(**chosen, **names, save=one, **VALIDATION).rows
+    start_ranks(flags(**chosen, **names, save=two, tensor_model_parallel_size=2, **VALIDATION), world_size=2).check()
     for row, other in zip(rows, read_rows(two), strict=True):
         for name in {"loss", "lm_loss", "count_loss", "grad_norm", "valid_count_loss"} & row.keys():
             assert other[name] == pytest.approx(row[name], rel=1e-4), name
@@ -77,38 +66,26 @@ def test_it_trains_alike_in_every_layout_is_recorded_exported_and_loaded_alone(
     assert first["loss"] == pytest.approx(first["lm_loss"] + 0.7 * first["count_loss"]) and first["mean_length"] > 2
     assert rows[-1]["valid_count_loss"] > 0
     assert {path.name for path in (one / "plugins").iterdir()} == {"my_plugin_encoding.py", "my_plugin_objective.py"}
-
-    without = convert(one, tmp_path / "huggingface")
-    (line,) = without.stderr[0].splitlines()
-    assert without.exit_codes == [2] and "--plugin" in line and "damaged" not in line
-    changed = Path(plugins[1])
-    changed.write_text(changed.read_text() + "# another line\n")
-    again = start_ranks([*plugins, *flags(save=one, load=one, train_iters=6, **VALIDATION), *NAMES]).check()
-    told = "--plugin my_plugin_encoding.py: changed since the run began; its new code is kept as plugins/"
-    assert told + "my_plugin_encoding-2.py" in again.stdout[0] and len(list((one / "plugins").iterdir())) == 3
-    forgotten = start_ranks(flags(save=one, load=one, train_iters=9, **VALIDATION))
-    assert forgotten.exit_codes == [2] and "--plugin" in forgotten.stderr[0] and "damaged" not in forgotten.stderr[0]
-    for words, told in (((), "unknown: "), (plugins, "slopes + counting")):
-        report = ["--load", one, "--output-dir", tmp_path / "report", *words]
-        start_ranks(report, None, program="tools/training_report.py").check()
-        assert told in (tmp_path / "report" / "report.md").read_text()
-    convert(one, tmp_path / "huggingface", *plugins).check()
-    loaded = run_command([sys.executable, "-c", LOADS, tmp_path / "huggingface"])
+    assert "damaged" not in str(wrong_arguments("--plugin", convert, load=one, output=exported))
+    plugins[0].write_text(plugins[0].read_text() + "# another line\n")
+    line = "--plugin my_plugin_encoding.py: changed since the run began; its new code is kept as plugins/"
+    again = told(**chosen, **names, save=one, load=one, train_iters=6, **VALIDATION)
+    assert line + "my_plugin_encoding-2.py" in again and len(list((one / "plugins").iterdir())) == 3
+    forgotten = wrong_arguments("--plugin", train, save=one, load=one, train_iters=9, **VALIDATION)
+    assert "damaged" not in str(forgotten)
+    for given, words in (({}, "unknown: "), (chosen, "slopes + counting")):
+        report(load=one, output_dir=tmp_path / "report", **given)
+        assert words in (tmp_path / "report" / "report.md").read_text()
+    convert(load=one, output=exported, **chosen)
+    loaded = run_command([sys.executable, "-c", LOADS, exported])
     assert loaded.returncode == 0, loaded.stderr
-    theirs = torch.tensor(json.loads(loaded.stdout.splitlines()[-1]))
-    ours = run_encode(one, plugins)
+    theirs, ids = torch.tensor(json.loads(loaded.stdout.splitlines()[-1])), torch.arange(5, 25).view(2, 10)
+    with torch.no_grad(), plugins_forgotten_after():
+        for file in plugins:
+            load_plugin(file)
+        model, _, _ = load_model(one)
+        ours = model.eval().encode(ids, ids * 0, ids * 0 + 1, torch.arange(10).expand(2, -1))
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def run_encode(run: Path, plugins: list[str]) -> torch.Tensor:
-    """Return the last hidden states of a checkpoint."""
-    ids = torch.arange(5, 25).view(2, 10)
-    with plugins_forgotten_after():
-        for file in plugins[1:]:
-            load_plugin(Path(file))
-        model, _, _ = load_model(run)
-        return model.eval().encode(ids, ids * 0, ids * 0 + 1, torch.arange(10).expand(2, -1))
 
 
 Settings = dict[str, Any]
@@ -133,9 +110,7 @@ def settings(tiny_corpus: TinyCorpus, page: Path) -> Settings:
     return TINY | data | chosen | plugins | {"train_iters": 4, "lr_warmup_fraction": 0.25, "zero_stage": 1}
 
 
-def test_a_run_with_all_of_them_resumes_bit_for_bit_and_the_process_forgets_them(
-    settings: Settings, tmp_path: Path
-) -> None:
+def test_a_run_with_all_of_them_resumes_bit_for_bit_and_they_are_forgotten(settings: Settings, tmp_path: Path) -> None:
     before = [dict(PLUGINS), *map(dict, TABLES.values())]  # type: ignore[call-overload]
     settings |= {"hidden_dropout": 0.1, "save_interval": 2}
     whole = pretrain(**settings, save=tmp_path / "whole")
@@ -193,10 +168,6 @@ def test_the_optimizer_is_its_algorithm(page: Path) -> None:
 
 
 def test_spans_are_words_in_a_row_that_are_replaced_alike(settings: Settings) -> None:
-    from megatron_ddrp.arguments import parse_arguments
-    from megatron_ddrp.commands.functions import given_words
-    from megatron_ddrp.config.registry import plugins_forgotten_after
-
     with plugins_forgotten_after():
         words = given_words(settings | {"mask_prob": 0.4, "global_batch_size": 32, "micro_batch_size": 32})
         corpus = Corpus.open(parse_arguments(words).config)
@@ -214,22 +185,14 @@ def test_spans_are_words_in_a_row_that_are_replaced_alike(settings: Settings) ->
     assert mixed < 0.2 * len(lengths)  # neighbouring spans may differ; pieces drawn apart would mix half of them
 
 
-def write_table(path: Path, rows: int, labels: int) -> Path:
-    lines = [json.dumps({"text": f"word {'good ' * (row % labels)}", "label": row % labels}) for row in range(rows)]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def encoder(tiny_corpus: TinyCorpus, tmp_path: Path) -> Path:
-    data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file}
-    return pretrain(**TINY | data | {"train_iters": 1, "save": tmp_path / "run"}).path  # type: ignore[return-value]
-
-
-def test_a_metric_and_a_kind_of_task_in_fine_tuning(encoder: Path, page: Path, tmp_path: Path) -> None:
+def test_a_metric_and_a_kind_of_task_in_fine_tuning(train: Train, page: Path, tmp_path: Path) -> None:
     from sklearn.metrics import cohen_kappa_score
 
-    files = {"train": write_table(tmp_path / "t.jsonl", 24, 3), "valid": write_table(tmp_path / "v.jsonl", 12, 3)}
+    table = [json.dumps({"text": f"word {'good ' * (row % 3)}", "label": row % 3}) for row in range(24)]
+    files = {"train": tmp_path / "t.jsonl", "valid": tmp_path / "v.jsonl"}
+    files["train"].write_text("\n".join(table), encoding="utf-8")
+    files["valid"].write_text("\n".join(table[:12]), encoding="utf-8")
+    encoder = train(train_iters=1, save=tmp_path / "run").path
     shared = files | {"load": encoder, "seeds": 1, "lr": 1e-3, "epochs": 1, "batch_size": 8}
     scores = finetune(**shared, plugin=str(page / "kappa.py"), metric="kappa", output_dir=tmp_path / "kappa")
     (row,) = scores.rows
@@ -244,15 +207,12 @@ def test_a_metric_and_a_kind_of_task_in_fine_tuning(encoder: Path, page: Path, t
     assert len(plan.rows) == 2  # what a plug-in computed is not taken for another's
     line = "--metric kappa: --kind classification has accuracy"
     refused(line, finetune, **shared, metric="kappa", output_dir=tmp_path / "kappa")
-
     kind = {"plugin": str(page / "ordinal.py"), "kind": "ordinal", "metric": "within-one"}
     (row,) = finetune(**shared, **kind, output_dir=tmp_path / "ordinal").rows
     assert row["facts"]["kind"] == "ordinal" and 0 < row["score"] <= 1
-
-
-def test_the_median_class_is_predicted(page: Path) -> None:
     outputs = torch.tensor([[0.4, 0.3, 0.3], [0.6, 0.2, 0.2], [0.1, 0.2, 0.7]]).log()
-    assert load(page / "ordinal.py", "KINDS")["ordinal"]().predict(outputs).tolist() == [1.0, 0.0, 2.0]
+    median = load(page / "ordinal.py", "KINDS")["ordinal"]().predict(outputs)
+    assert median.tolist() == [1.0, 0.0, 2.0], "the median class is predicted"
 
 
 WRONG = {
@@ -269,16 +229,14 @@ WRONG = {
     "x = 3": "adds nothing: expected one of ENCODINGS, OBJECTIVES, MASKINGS, OPTIMIZERS, ",
 }
 """Text of a file, none for a file that is missing, and words of the line."""
-
-
-@pytest.mark.parametrize("code", WRONG)
-def test_a_wrong_plug_in_is_refused_in_one_line(code: str, settings: Settings, tmp_path: Path) -> None:
-    if code:
-        (tmp_path / "wrong.py").write_text(code, encoding="utf-8")
-    own = settings | {"plugin": str(tmp_path / "wrong.py")}
-    assert "--plugin" in str(wrong_arguments(re.escape(WRONG[code]), pretrain, **own))
-
-
+NAN = "def f(step, warmup, last, config): return float('nan')\nSCHEDULES = {'f': f}"
+LONG = """
+from megatron_ddrp.data.batches.masking import Masking
+class M(Masking):
+    longest = 2
+    def lengths(self, draws, ids, first): return draws
+MASKINGS = {'f': M}
+"""
 FORGETFUL = """
 from megatron_ddrp.engine.optimizers import Optimizer
 import torch
@@ -293,48 +251,36 @@ class Forgetful(Optimizer):
                 self.state[parameter]["average"] = AVERAGE
 OPTIMIZERS = {"forgetful": Forgetful}
 """
+NOT_HELD = "average is missing, more, not 0, or not of the weight's shape"
 
 
-@pytest.mark.parametrize(
-    ("moments", "average", "stage", "message"),
-    [
-        ("()", "parameter.clone()", 1, "Forgetful.moments is .*, but it keeps average"),
-        ("('average',)", "parameter.clone()", 0, "average is missing, more, not 0, or not of the weight's shape"),
-        ("('average',)", "torch.zeros(1)", 0, "average is missing, more, not 0, or not of the weight's shape"),
-        ("('average',)", "0", 2, "--optimizer forgetful with --zero-stage 2: .*; use --zero-stage 0 or 1"),
-    ],
-)
-def test_an_optimizer_that_a_checkpoint_cannot_hold_is_refused(
-    moments: str, average: str, stage: int, message: str, settings: Settings, tmp_path: Path
-) -> None:
+def forgetful(moments: str, average: str, zero_stage: int) -> tuple[str, dict[str, Any]]:
     code = FORGETFUL.replace("MOMENTS", moments).replace("AVERAGE", average)
-    (tmp_path / "own.py").write_text(code, encoding="utf-8")
-    own = {"plugin": str(tmp_path / "own.py"), "optimizer": "forgetful", "masking": "token", "lr_decay_style": "linear"}
-    refused(message, pretrain, **settings | own | {"zero_stage": stage})
+    return code, {"optimizer": "forgetful", "zero_stage": zero_stage}
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("def f(step, warmup, last, config): return float('nan')\nSCHEDULES = {'f': f}", "--lr-decay-style f gave nan"),
-        (
-            "from megatron_ddrp.data.batches.masking import Masking\nclass M(Masking):\n    longest = 2\n"
-            "    def lengths(self, draws, ids, first): return draws\nMASKINGS = {'f': M}",
-            "M.lengths gave .*expected a whole number from 1 to 2",
-        ),
-    ],
-)
-def test_wrong_values_of_a_plug_in_end_the_run(code: str, message: str, settings: Settings, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(code, encoding="utf-8")
-    name = "lr_decay_style" if "SCHEDULES" in code else "masking"
-    plain = {"optimizer": "adamw", "masking": "token", "lr_decay_style": "linear"}
-    refused(message, pretrain, **settings | plain | {"plugin": str(tmp_path / "own.py"), name: "f"})
+def test_a_wrong_plug_in_is_refused_in_one_line(settings: Settings, tmp_path: Path) -> None:
+    """What it adds, what its functions return, and an optimizer that a checkpoint cannot hold."""
+    for number, (code, line) in enumerate(WRONG.items()):
+        if code:
+            (tmp_path / f"{number}.py").write_text(code, encoding="utf-8")
+        own = settings | {"plugin": str(tmp_path / f"{number}.py")}
+        assert "--plugin" in str(wrong_arguments(re.escape(line), pretrain, **own))
+    plain = settings | {"optimizer": "adamw", "masking": "token", "lr_decay_style": "linear"}
+    for (code, changes), line in (
+        ((NAN, {"lr_decay_style": "f"}), "--lr-decay-style f gave nan"),
+        ((LONG, {"masking": "f"}), "M.lengths gave .*expected a whole number from 1 to 2"),
+        (forgetful("()", "parameter.clone()", 1), "Forgetful.moments is .*, but it keeps average"),
+        (forgetful("('average',)", "parameter.clone()", 0), NOT_HELD),
+        (forgetful("('average',)", "torch.zeros(1)", 0), NOT_HELD),
+        (forgetful("('average',)", "0", 2), "--optimizer forgetful with --zero-stage 2: .*; use --zero-stage 0 or 1"),
+    ):
+        (tmp_path / "own.py").write_text(code, encoding="utf-8")
+        refused(line, pretrain, **plain | {"plugin": str(tmp_path / "own.py")} | changes)
 
 
 @pytest.mark.slow
 def test_it_resumes_on_two_ranks_and_at_another_zero_stage(settings: Settings, tmp_path: Path) -> None:
-    from megatron_ddrp.commands.functions import given_words
-
     settings |= {"save_interval": 2}
     whole = pretrain(**settings, save=tmp_path / "whole").rows
     pretrain(**settings, save=tmp_path / "own", exit_interval=2)

@@ -1,6 +1,6 @@
 """A step has its own settings, draws and dropout, also behind a validation, in a later phase and after a resume."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,41 +8,37 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ddrp import pretrain
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.engine import step as engine_step
 from megatron_ddrp.objectives.contract import Objective
 from megatron_ddrp.run.metrics import curve_of
-from tests.conftest import TinyCorpus
-from tests.integration.conftest import TINY
+from tests.integration.conftest import Train
 
-Train = Callable[..., Any]
-
-
-@pytest.fixture
-def train(tiny_corpus: TinyCorpus) -> Train:
-    """A run of four steps of two micro-batches."""
-    data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file, "train_iters": 4}
-    return lambda **changes: pretrain(**TINY | data | changes)
+STEPS, MICRO_BATCHES = 4, 2
 
 
 @pytest.fixture
-def draws(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(seed, step) of every draw of an objective, in order."""
-    noted = []
-    draw = Objective.draw
+def train(train: Train) -> Train:
+    return partial(train, train_iters=STEPS)
+
+
+@pytest.fixture
+def draws(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, Any]]:
+    """(seed, step, what was drawn) of every draw of an objective, in order."""
+    noted, draw = list[tuple[int, int, Any]](), Objective.draw
 
     def note(self: Objective, *given: Any) -> Any:
-        noted.append(given[-2:])
-        return draw(self, *given)
+        drawn = draw(self, *given)
+        noted.append((*given[-2:], drawn))
+        return drawn
 
     monkeypatch.setattr(Objective, "draw", note)
     return noted
 
 
 def test_validation_has_its_own_seed_and_leaves_dropout_on(
-    train: Train, draws: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    train: Train, draws: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = []
     train_whole = engine_step._train_whole
@@ -54,9 +50,8 @@ def test_validation_has_its_own_seed_and_leaves_dropout_on(
     monkeypatch.setattr(engine_step, "_train_whole", note)
     train(seed=7, objective="electra", eval_interval=2, eval_iters=1)
     assert modes == [True] * 4
-    trained = [draw for draw in draws if draw[0] == 7]
-    assert trained == [(7, step) for step in (1, 2, 3, 4) for _ in range(2)]
-    validated = [draw for draw in draws if draw[0] != 7]
+    assert [step for seed, step, _ in draws if seed == 7] == [1, 1, 2, 2, 3, 3, 4, 4]
+    validated = [draw[:2] for draw in draws if draw[0] != 7]
     assert len(validated) == 4 and {seed for seed, _ in validated} == {VALIDATION_SEED} and len(set(validated)) == 1
 
 
@@ -75,23 +70,18 @@ def test_other_text_is_evaluated_as_validation_text_is_and_changes_no_step(train
     }
 
 
-def test_a_resumed_run_goes_on_with_the_draws_of_its_next_step(
-    train: Train, draws: list[tuple[int, int]], tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_with_the_draws_of_its_next_step(train: Train, draws: list[Any], tmp_path: Path) -> None:
     train(save=tmp_path, exit_interval=2)
-    assert [step for _, step in draws[:4]] == [1, 1, 2, 2]  # and steps that the loader made ahead
+    assert [step for _, step, _ in draws[:4]] == [1, 1, 2, 2]  # and steps that the loader made ahead
     draws.clear()
     train(save=tmp_path, load=tmp_path)
-    assert [step for _, step in draws] == [3, 3, 4, 4]
+    assert [step for _, step, _ in draws] == [3, 3, 4, 4]
 
 
-def test_a_phase_has_its_rotary_base_from_its_first_to_its_last_step(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_phase_has_its_rotary_base_from_its_first_to_its_last_step(train: Train, monkeypatch: Any) -> None:
     bases = []
     monkeypatch.setattr(engine_step, "set_theta", lambda model, theta: bases.append(theta))
-    rotary = {"position_encoding": "rope", "relative_distance": None, "rope_theta": 50.0}
-    train(**rotary, seq_length_phases=("16:0.5:100",))
+    train(position_encoding="rope", rope_theta=50.0, seq_length_phases=("16:0.5:100",))
     assert bases == [100.0, 100.0, 50.0, 50.0]
 
 
@@ -142,29 +132,16 @@ def test_entries_for_following_tokens_rest_in_the_phase_and_learn_after_it(
     assert found[1]["embeddings.segment.weight"][1].norm() < 0.9 * unread.norm(), "other weights do"
 
 
-STEPS, MICRO_BATCHES = 4, 2
-
-
-def test_each_step_draws_its_own_heads_and_tokens(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    draw = Objective.draw
-
-    def note(self: Objective, *given: Any) -> Any:
-        drawn.append(draw(self, *given))
-        return drawn[-1]
-
-    monkeypatch.setattr(Objective, "draw", note)
+def test_each_step_draws_its_own_heads_and_tokens(train: Train, draws: list[Any]) -> None:
     train(num_attention_heads=8, hidden_size=64, hcd_heads=3)
-    assert len(drawn) == STEPS * MICRO_BATCHES
-    heads = np.array([draws.heads.numpy() for draws in drawn])  # [steps x micro-batches, layers, heads]
+    assert len(draws) == STEPS * MICRO_BATCHES
+    heads = np.array([drawn.heads.numpy() for _, _, drawn in draws])  # [steps x micro-batches, layers, heads]
     of_steps = heads[::MICRO_BATCHES]
     assert (heads == of_steps.repeat(MICRO_BATCHES, axis=0)).all()
     assert len({each.tobytes() for each in of_steps}) == STEPS
 
 
-def test_each_micro_batch_of_each_step_has_its_own_dropout(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_micro_batch_of_each_step_has_its_own_dropout(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     seed_dropout = engine_step.seed_dropout
 
@@ -173,12 +150,7 @@ def test_each_micro_batch_of_each_step_has_its_own_dropout(
         seeds.append(torch.default_generator.initial_seed())
 
     monkeypatch.setattr(engine_step, "seed_dropout", note)
-    train(hidden_dropout=0.1)
-    first = seeds.copy()
-    assert len(first) == len(set(first)) == STEPS * MICRO_BATCHES
-    seeds.clear()
-    train(hidden_dropout=0.1)
-    assert seeds == first
-    seeds.clear()
-    train(hidden_dropout=0.1, seed=2)
-    assert not set(seeds) & set(first)
+    for seed in (1, 1, 2):
+        train(hidden_dropout=0.1, seed=seed)
+    first, again, other = (seeds[place : place + STEPS * MICRO_BATCHES] for place in (0, 8, 16))
+    assert len(set(first)) == len(first) == len(seeds) / 3 and again == first and not set(other) & set(first)
