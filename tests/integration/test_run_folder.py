@@ -4,6 +4,7 @@ TensorBoard, whole weights.
 
 import gzip
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model, newest, read_state
 from megatron_ddrp.config import load_config
 from megatron_ddrp.corpus import Corpus
@@ -24,9 +24,10 @@ from megatron_ddrp.model.embeddings import document_mask, token_cosine
 from megatron_ddrp.model.stages import Draws
 from tests.conftest import TinyCorpus
 from tests.datasets import wordpiece_job
-from tests.integration.conftest import TINY, Flags
-from tests.integration.launch import OF_THE_MACHINE, read_rows, start_ranks, training_rows
-from tests.integration.test_bad_input import contents, refuse
+from tests.integration.conftest import TINY, Flags, Told, Train
+from tests.integration.launch import OF_THE_MACHINE, read_rows, start_ranks, steps_of, training_rows
+from tests.integration.test_bad_input import contents
+from tests.refusals import refused
 from tests.unit.model.tiny import encode, named_sums
 
 COMPILER = "torch._inductor.compile_fx"
@@ -66,12 +67,8 @@ def without_compiler() -> None:
     assert sys.modules.setdefault(COMPILER, None) is None  # type: ignore[arg-type]
 
 
-def test_a_run_loads_no_compiler(flags: Flags) -> None:
-    start_ranks(flags(train_iters=1), before=without_compiler).check()
-
-
-def test_a_run_leaves_all_that_others_read(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
-    result = start_ranks(flags(save=tmp_path, **COMPLETE)).check()
+def test_a_run_leaves_all_files_and_loads_no_compiler(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
+    result = start_ranks(flags(save=tmp_path, **COMPLETE), before=without_compiler).check()
     assert_complete(tmp_path, tiny_corpus)
     lines = [line for line in result.stdout[0].splitlines() if line.startswith("step ")]
     assert len(lines) == 6
@@ -80,27 +77,20 @@ def test_a_run_leaves_all_that_others_read(tiny_corpus: TinyCorpus, flags: Flags
     assert result.stderr == [""]
 
 
-@pytest.mark.parametrize(
-    ("changes", "kept"),
-    [
-        ({"save_interval": 2, "keep_last": 0}, [2, 4, 6, 7]),
+def test_checkpoints_that_are_kept_also_after_going_back_to_an_older_one(train: Train, tmp_path: Path) -> None:
+    for changes, kept in (
         ({"save_interval": 2, "keep_last": 2}, [6, 7]),
         ({"save_interval": 1, "keep_last": 2, "milestone_interval": 3}, [3, 6, 7]),
-    ],
-    ids=["all", "the last", "milestones"],
-)
-def test_checkpoints_that_are_kept(changes: dict[str, int], kept: list[int], flags: Flags, tmp_path: Path) -> None:
-    start_ranks(flags(train_iters=7, save=tmp_path, **changes)).check()
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [f"iter_{number:07d}" for number in kept]
-    assert newest(tmp_path) == tmp_path / "iter_0000007"
-
-
-def test_going_back_to_an_older_checkpoint_keeps_what_is_saved_next(flags: Flags, tmp_path: Path) -> None:
-    start_ranks(flags(train_iters=6, save_interval=2, save=tmp_path)).check()
-    (tmp_path / "latest").write_text("iter_0000002\n", encoding="utf-8")
-    again = flags(train_iters=6, save_interval=1, exit_interval=3, keep_last=1, save=tmp_path, load=tmp_path)
-    start_ranks(again).check()
-    assert newest(tmp_path) == tmp_path / "iter_0000003"
+        ({"save_interval": 2, "keep_last": 0}, [2, 4, 6, 7]),
+    ):
+        folder = tmp_path / "-".join(map(str, kept))
+        train(train_iters=7, save=folder, **changes)
+        names = sorted(path.name for path in folder.glob("iter_*"))
+        assert names == [f"iter_{number:07d}" for number in kept], changes
+        assert newest(folder) == folder / "iter_0000007"
+    (folder / "latest").write_text("iter_0000002\n", encoding="utf-8")
+    train(train_iters=7, save_interval=1, exit_interval=3, keep_last=1, save=folder, load=folder)
+    assert newest(folder) == folder / "iter_0000003"
 
 
 def valid_losses(folder: Path) -> list[float]:
@@ -113,19 +103,18 @@ STILL = {"lr": 0.0, "hidden_dropout": 0.1, "attention_dropout": 0.1, "eval_inter
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["mth", "electra"])
-def test_validation_depends_on_the_weights_alone(flags: Flags, tmp_path: Path, objective: str) -> None:
+def test_validation_depends_on_the_weights_alone(train: Train, flags: Flags, tmp_path: Path, objective: str) -> None:
     """Same samples, masks and draws, no dropout: at another step, after a resume, under another seed, on two ranks, in
     other micro-batches."""
-    still = STILL | {"objective": objective}
-    one, two = tmp_path / "one", tmp_path / "two"
-    start_ranks(flags(train_iters=4, save=one, load=one, exit_interval=2, **still)).check()
-    start_ranks(flags(train_iters=4, save=one, load=one, exit_interval=2, seed=7, **still)).check()
-    start_ranks(flags(train_iters=4, save=two, micro_batch_size=2, **still), world_size=2).check()
-    before, after = (row | {"iteration": 0} for row in read_rows(one) if "valid_lm_loss" in row)
+    still = STILL | {"objective": objective, "train_iters": 4}
+    rows = train(save=tmp_path / "one", exit_interval=2, **still).rows
+    rows += train(save=tmp_path / "one", load=tmp_path / "one", exit_interval=2, seed=7, **still).rows
+    start_ranks(flags(save=tmp_path / "two", micro_batch_size=2, **still), world_size=2).check()
+    before, after = (row | {"iteration": 0} for row in rows if "valid_lm_loss" in row)
     assert before == after
-    first, second = valid_losses(one)
-    assert valid_losses(two) == pytest.approx([first, first], rel=1e-6)
-    assert training_rows(one)[0]["lm_loss"] != training_rows(one)[1]["lm_loss"]
+    assert valid_losses(tmp_path / "two") == pytest.approx([before["valid_lm_loss"]] * 2, rel=1e-6)
+    first, second, *_ = steps_of(rows)
+    assert first["lm_loss"] != second["lm_loss"]
 
 
 def validation_loss(folder: Path) -> float:
@@ -152,15 +141,13 @@ def test_saved_weights_are_those_of_the_engine(zero_stage: int, flags: Flags, tm
     assert validation_loss(tmp_path) == pytest.approx(valid_losses(tmp_path)[-1], rel=1e-5)
 
 
-def test_tensorboard_has_the_rows(flags: Flags, tmp_path: Path) -> None:
+def test_tensorboard_has_the_rows(train: Train, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    arguments = flags(save=tmp_path / "run", tensorboard_dir=tmp_path / "board", eval_interval=5, eval_iters=1)
-    start_ranks(arguments).check()
+    rows = train(tensorboard_dir=tmp_path / "board", eval_interval=5, eval_iters=1).rows
     board = events.EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     logged = {event.step: event.value for event in board.Scalars("lm_loss")}
-    rows = training_rows(tmp_path / "run")
-    assert logged == pytest.approx({row["iteration"]: row["lm_loss"] for row in rows}, rel=1e-6)
+    assert logged == pytest.approx({row["iteration"]: row["lm_loss"] for row in steps_of(rows)}, rel=1e-6)
     assert [event.step for event in board.Scalars("valid_lm_loss")] == [5]
 
 
@@ -169,40 +156,31 @@ def test_tensorboard_has_the_rows(flags: Flags, tmp_path: Path) -> None:
     [({}, (3 + 8) * 8), ({"relative_table": "per-layer"}, 2 * (3 + 8) * 8), ({"position_encoding": "absolute"}, 1024)],
     ids=["shared", "per-layer", "absolute"],
 )
-def test_dry_run_counts_and_touches_nothing(
-    changes: dict[str, str], positions: int, flags: Flags, tmp_path: Path
-) -> None:
-    arguments = flags(save=tmp_path / "run", tensorboard_dir=tmp_path / "board", dry_run=True, **changes)
-    result = start_ranks(arguments).check()
-    summary = json.loads(result.stdout[0].splitlines()[-1])
-    assert summary["position_parameters"] == positions
-    assert summary["tokens_per_step"] == 8 * 32
+def test_dry_run_counts_and_writes_nothing(changes: dict[str, str], positions: int, told: Told, tmp_path: Path) -> None:
+    said = told(save=tmp_path / "run", tensorboard_dir=tmp_path / "board", dry_run=True, **changes)
+    summary = json.loads(said.splitlines()[-1])
+    assert (summary["position_parameters"], summary["tokens_per_step"]) == (positions, 8 * 32)
     assert summary["memory_per_rank_bytes"] > 16 * summary["parameters"]
     assert not list(tmp_path.iterdir())
-    trained = start_ranks(flags(train_iters=1, **changes)).check().stdout[0].splitlines()[0]
-    assert f"{summary['parameters']:,} parameters ({positions:,} of positions)" in trained
+    assert f"{summary['parameters']:,} parameters ({positions:,} of positions)" in told(train_iters=1, **changes)
 
 
 ONE_VALIDATION = {"train_iters": 2, "eval_interval": 2, "eval_iters": 1, "objective": "mlm"}
 
 
-@torch.no_grad()
-def test_similarity_is_logged_and_changes_no_step(flags, tmp_path: Path) -> None:
-    command = flags(save=tmp_path / "with", log_similarity=True, **ONE_VALIDATION)
-    lines = start_ranks(command).check().stdout[0]
-    start_ranks(flags(save=tmp_path / "without", **ONE_VALIDATION)).check()
-    rows, plain = read_rows(tmp_path / "with"), read_rows(tmp_path / "without")
+def test_similarity_is_logged_and_changes_no_step(told: Told, train: Train, tmp_path: Path) -> None:
+    lines = told(save=tmp_path / "with", log_similarity=True, **ONE_VALIDATION)
+    rows, plain = read_rows(tmp_path / "with"), train(**ONE_VALIDATION).rows
     assert [row["loss"] for row in rows if "loss" in row] == [row["loss"] for row in plain if "loss" in row]
     row, bare = rows[-1], plain[-1]
     assert list(bare) == ["iteration", "valid_lm_loss", "valid_lm_accuracy"]
     assert list(row) == [*bare][:2] + ["token_similarity", "head_similarity", "valid_lm_accuracy"]
     assert row["valid_lm_loss"] == pytest.approx(bare["valid_lm_loss"], rel=1e-6)
     assert f"f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}" in lines
-
     model, _, config = load_model(tmp_path / "with")
     heads = torch.arange(4).expand(config.model.num_layers, -1)
     tokens, heads_alike, count = 0.0, 0.0, 0
-    for arrays in Corpus.open(parse_arguments(command).config).loader("valid", 0, 1).step(0):
+    for arrays in Corpus.open(config).loader("valid", 0, 1).step(0):
         batch = arrays.map(torch.from_numpy)
         sums = named_sums(model, batch, Draws(document_mask(batch.document_ids, 1).long(), heads))
         tokens += sums["tcd_loss"].item()
@@ -212,13 +190,10 @@ def test_similarity_is_logged_and_changes_no_step(flags, tmp_path: Path) -> None
     assert row["head_similarity"] == pytest.approx(heads_alike / count, rel=1e-4, abs=1e-6)
 
 
-@torch.no_grad()
-def test_squared_cosines_are_trained_on_but_not_logged(flags, tmp_path: Path) -> None:
-    words = flags(save=tmp_path, log_similarity=True, tcd_squared=True, tcd_weight=1.0, tcd_tokens=0, **ONE_VALIDATION)
-    start_ranks(words).check()
-    first, *_, last = read_rows(tmp_path)
+def test_squared_cosines_are_trained_on_but_not_logged(train: Train, tmp_path: Path) -> None:
+    squares = {"tcd_squared": True, "tcd_weight": 1.0, "tcd_tokens": 0}
+    first, *_, last = train(save=tmp_path, log_similarity=True, **squares, **ONE_VALIDATION).rows
     assert 0 <= first["tcd_loss"] <= 1 and first["loss"] == pytest.approx(first["lm_loss"] + first["tcd_loss"])
-
     model, _, config = load_model(tmp_path)
     similarity, squared, count = 0.0, 0.0, 0
     for arrays in Corpus.open(config).loader("valid", 0, 1).step(0):
@@ -272,20 +247,20 @@ def test_every_stage_of_a_pipeline_is_profiled(flags, tmp_path: Path) -> None:
     assert [lines.count(f"profile of steps 3 to 4 on rank {rank}") for rank in (0, 1)] == [1, 1]
 
 
-def test_without_numbers_it_profiles_two_steps_after_ten_of_the_run_that_resumes(flags, tmp_path: Path) -> None:
-    command = [*flags(save=tmp_path, load=tmp_path, **PROFILED | {"train_iters": 15}), "--profile"]
-    first = start_ranks([*command, "--exit-interval", "3"]).check().stdout[0]
-    assert "no profile: the run stopped after step 3, before step 12 (--profile-step-end)" in first
-    start_ranks(command).check()
+def test_without_numbers_it_profiles_two_steps_after_ten_of_the_run_that_resumes(told: Told, tmp_path: Path) -> None:
+    run = PROFILED | {"save": tmp_path, "load": tmp_path, "train_iters": 15, "profile": True}
+    line = "no profile: the run stopped after step 3, before step 12 (--profile-step-end)"
+    assert line in told(**run, exit_interval=3)
+    told(**run)
     assert [path.name for path in sorted((tmp_path / "profile").iterdir())][1] == "steps-14-15-rank-0.txt"
 
 
-def test_a_profile_that_cannot_be_written_or_made_is_told_and_the_run_goes_on(flags, tmp_path: Path) -> None:
+def test_a_profile_that_cannot_be_written_or_made_is_told_and_the_run_goes_on(told: Told, tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("in the way")
-    done = start_ranks(flags(save=tmp_path, **PROFILED, **WINDOW)).check().stdout[0]
+    done = told(save=tmp_path, **PROFILED, **WINDOW)
     assert "profile of rank 0 not written: [Errno 17] File exists: " in done and "saved" in done
-    done = start_ranks(flags(save=tmp_path / "short", profile=True, **PROFILED)).check().stdout[0]
-    assert "no profile: steps 11 to 12 are not among those of this run, 1 to 6; set --profile-step-start" in done
+    line = "no profile: steps 11 to 12 are not among those of this run, 1 to 6; set --profile-step-start"
+    assert line in told(profile=True, **PROFILED)
 
 
 LEARNING_RATE = 1e-4
@@ -325,32 +300,30 @@ def test_training_goes_on_from_imported_weights(zero_stage: int, imported: Path,
     assert read_state(tmp_path / "run" / "iter_0000002")["started_from"] == "start/iter_0000000"
 
 
+LIKE_THE_IMPORT = {"position_encoding": "absolute", "relative_distance": 64, "train_iters": 2}
+
+
 @pytest.mark.slow
-def test_a_resumed_run_remembers_the_import_that_it_started_from(imported: Path, flags: Flags, tmp_path: Path) -> None:
-    common = {"position_encoding": "absolute", "relative_distance": 64, "save": tmp_path / "run", "train_iters": 2}
-    start_ranks(flags(**common, load=imported, exit_interval=1)).check()
-    start_ranks(flags(**common, load=tmp_path / "run")).check()
-    state = read_state(tmp_path / "run" / "iter_0000002")
+def test_a_resumed_run_remembers_the_import_that_it_started_from(imported: Path, train: Train, tmp_path: Path) -> None:
+    run, branch = tmp_path / "run", tmp_path / "branch"
+    train(**LIKE_THE_IMPORT, save=run, load=imported, exit_interval=1)
+    train(**LIKE_THE_IMPORT, save=run, load=run)
+    state = read_state(run / "iter_0000002")
     assert (state["started_from"], state["origin"]["name"]) == ("start/iter_0000000", "hf")
-    branch = common | {"load": tmp_path / "run" / "iter_0000001", "save": tmp_path / "branch"}
-    start_ranks(flags(**branch)).check()
-    assert read_state(tmp_path / "branch" / "iter_0000002")["started_from"] == "run/iter_0000001"
+    train(**LIKE_THE_IMPORT, save=branch, load=run / "iter_0000001")
+    assert read_state(branch / "iter_0000002")["started_from"] == "run/iter_0000001"
 
 
 @pytest.mark.slow
-def test_other_flags_than_the_imports_are_named(imported: Path, flags: Flags, tmp_path: Path) -> None:
-    refuse(flags, tmp_path, {"load": imported}, FAILURE, "--position-encoding is absolute there and ddrp here")
-
-
-@pytest.mark.slow
-def test_data_of_another_vocabulary_than_the_imports_are_refused(
-    imported: Path, tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path
+def test_other_flags_than_the_imports_and_data_of_another_vocabulary_are_refused(
+    imported: Path, tiny_corpus: TinyCorpus, train: Train, tmp_path: Path
 ) -> None:
     pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines()
     vocabulary = tmp_path / "other.txt"
     vocabulary.write_text("\n".join([*pieces[:-2], pieces[-1], pieces[-2]]) + "\n", encoding="utf-8")
     data = preprocess(wordpiece_job(vocabulary, tmp_path / "other", tiny_corpus.text_file))
-    changes = {"data_path": data.prefixes[0], "vocab_file": vocabulary, "load": imported}
-    changes |= {"position_encoding": "absolute", "relative_distance": 64}
+    other = LIKE_THE_IMPORT | {"data_path": data.prefixes[0], "vocab_file": vocabulary}
     words = f"2 of its pieces differ, such as {len(pieces) - 2}, {pieces[-2]!r} there"
-    refuse(flags, tmp_path, changes, FAILURE, words)
+    for changes, line in (({}, "--position-encoding is absolute there and ddrp here"), (other, re.escape(words))):
+        error = refused(line, train, load=imported, save=tmp_path / "run", **changes)
+        assert error.exit_code == FAILURE and not (tmp_path / "run").exists()
