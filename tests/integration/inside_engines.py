@@ -50,12 +50,21 @@ def errors_by(world_size: int, command_lines: list[list[str]]) -> list[list[floa
 
 def _measured(world_size: int, command_lines: list[list[str]], measure: Callable[[Config], Any]) -> list[list[Any]]:
     """Return what `measure`, a module's function, gives for each command line's configuration on each rank."""
-    by_rank = run_ranks(world_size, partial(_measure_all, measure), command_lines, TIMEOUT)
+    return of_each_run(world_size, command_lines, partial(_measure, measure))
+
+
+def _measure(measure: Callable[[Config], Any], words: list[str]) -> Any:
+    return measure(parse_arguments(words).config)
+
+
+def of_each_run(world_size: int, runs: list[Any], act: Callable[..., Any]) -> list[list[Any]]:
+    """Return, for each run, what `act`, a module's function, gives for it on each of the ranks that all runs share."""
+    by_rank = run_ranks(world_size, partial(_act_on_all, act), runs, TIMEOUT)
     return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
 
-def _measure_all(measure: Callable[[Config], Any], command_lines: list[list[str]], _: Path) -> list[Any]:
-    return [measure(parse_arguments(words).config) for words in command_lines]
+def _act_on_all(act: Callable[..., Any], runs: list[Any], _: Path) -> list[Any]:
+    return [act(run) for run in runs]
 
 
 def error_of_first_step(config: Config) -> float:
@@ -106,16 +115,12 @@ class Proved(NamedTuple):
 
 def proofs_by(world_size: int, runs: list[tuple[list[str], str]]) -> list[list[Proved]]:
     """For each run, `pretrain_bert.py ARGUMENTS` and the parameter to change, what each rank's proof says."""
-    by_rank = run_ranks(world_size, _all_proofs, runs, TIMEOUT)
-    return [[Proved(*proved) for proved in of_ranks] for of_ranks in zip(*by_rank, strict=True)]
+    return [[Proved(*proved) for proved in of_ranks] for of_ranks in of_each_run(world_size, runs, _proofs)]
 
 
-def _all_proofs(runs: list[tuple[list[str], str]], _: Path) -> list[Proved]:
-    return [_proofs(parse_arguments(words).config, changed) for words, changed in runs]
-
-
-def _proofs(config: Config, changed: str) -> Proved:
-    engine, loader, setup = _built(config)
+def _proofs(run: tuple[list[str], str]) -> Proved:
+    words, changed = run
+    engine, loader, setup = _built(parse_arguments(words).config)
     ranks, inputs = setup.ranks, training_inputs(loader.step(0), setup, 1)
     parameters, lines = local_parameters(engine.module), []
     hooks = {name: len(parameter._backward_hooks or ()) for name, parameter in parameters.items()}
@@ -388,16 +393,12 @@ class Seen(NamedTuple):
 
 def runs_with_faults(world_size: int, runs: list[tuple[list[str], Fault]]) -> list[list[Seen]]:
     """Return what each rank saw of each run, `pretrain_bert.py ARGUMENTS` and its fault."""
-    by_rank = run_ranks(world_size, _train_all, runs, TIMEOUT)
-    return [[Seen(*seen) for seen in of_ranks] for of_ranks in zip(*by_rank, strict=True)]
+    return [[Seen(*seen) for seen in of_ranks] for of_ranks in of_each_run(world_size, runs, _train)]
 
 
-def _train_all(runs: list[tuple[list[str], Fault]], _: Path) -> list[Seen]:
+def _train(run: tuple[list[str], Fault]) -> Seen:
     allow_fp16_on_the_cpu()
-    return [_train(words, Fault(*fault)) for words, fault in runs]
-
-
-def _train(words: list[str], fault: Fault) -> Seen:
+    words, fault = run[0], Fault(*run[1])
     kept: list[bool] = []
     with (
         mock.patch.object(nonfinite, "train_step", faulty(fault, kept)),
@@ -408,6 +409,7 @@ def _train(words: list[str], fault: Fault) -> Seen:
             rows = train_run(parse_arguments(words).config)
         except UserError as refusal:
             error = str(refusal) if refusal.agreed else ""
+            forget_layout()
     return Seen(said.getvalue().splitlines(), [row["grad_norm"] for row in rows], error, kept[STEP - 1])
 
 

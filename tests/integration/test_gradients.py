@@ -122,22 +122,28 @@ WAYS: dict[str, tuple[tuple[tuple[int, ...], ...], bool]] = {
 
 
 @pytest.mark.slow
-def test_each_rank_has_its_part_of_the_gradients_of_one_process() -> None:
+def test_each_rank_has_its_part_of_the_gradients_of_one_process_also_of_an_objective() -> None:
     reports = run_ranks(2, _compare, [[]], TIMEOUT)
-    for report in reports:
-        assert len(report) == len(CASES) * len(WAYS) * 2
+    for report, of_objectives in reports:
+        assert len(report) == len(CASES) * len(WAYS) * 2 and len(of_objectives) == len(OBJECTIVE_CASES) * 2
         for case, (names, difference) in report.items():
             assert names or case.split()[0] in NOTHING_LEARNED, case
             assert difference < 1e-10, case
-    positions = {name for names, _ in reports[0].values() for name in names}
+        for case, (sums, gradients) in of_objectives.items():
+            assert sums < 1e-12 and gradients < 1e-10, (case, sums, gradients)
+    positions = {name for names, _ in reports[0][0].values() for name in names}
     assert {"embeddings.position.table", "embeddings.position.gain", "layers.1.position.table"} <= positions
     assert {"generator.embeddings.position.table", "layers.0.layer_position.key.weight"} <= positions
 
 
-def _compare(_words: list[list[str]], _error: Path) -> dict[str, tuple[list[str], float]]:
-    """Case → (position parameters that are trained, the largest difference of any gradient, relative to its norm)."""
+def _compare(_words: list[list[str]], _error: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     register_own()
     ranks = place_in_grid(torch.device("cpu"), ParallelConfig(tensor_model_parallel_size=2))
+    return _compare_encodings(ranks), _compare_objectives(ranks)
+
+
+def _compare_encodings(ranks: Ranks) -> dict[str, tuple[list[str], float]]:
+    """Case → (position parameters that are trained, the largest difference of any gradient, relative to its norm)."""
     found = {}
     for encoding, name, options in CASES:
         table = "per-layer" if name == "per-layer" else "shared"
@@ -190,33 +196,33 @@ def _distance(ours: Tensor, expected: Tensor, whole: Tensor) -> float:
 
 ZERO_3_OF_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """DeepSpeed's settings under which ZeRO 3 takes tiny parameters apart, too."""
+IN_PARTS = {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}
+ELECTRA = {"absolute_embedding": True, "objective": "electra", "generator_size": 0.5}
 MODELS: dict[str, dict[str, Any]] = {
     "by-head": {"position_encoding": "by-head"},
     "by-offset": {"position_encoding": "by-offset"},
     "fixed": {"position_encoding": "fixed", "relative_table": "per-layer"},
     "deberta": {"position_encoding": "deberta"},
     "deberta-v2": {"position_encoding": "deberta-v2", "deberta_emd": True},
-    "tupe-r": {
-        **{"position_encoding": "tupe-r", "absolute_embedding": True},
-        **{"objective": "electra", "generator_size": 0.5},
-    },
+    "tupe-r": {"position_encoding": "tupe-r", **ELECTRA},
 }
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
         ("by-head", {"zero_stage": 1}),
         ("by-offset", {"zero_stage": 1}),
         ("fixed", {"zero_stage": 2, "sequence_parallel": True, "checkpoint_activations": True}),
-        ("deberta", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}),
-        ("tupe-r", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL, "sequence_parallel": True}),
-        ("deberta-v2", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL, "sequence_parallel": True}),
-        ("fixed", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}),
+        ("deberta", IN_PARTS),
+        ("tupe-r", {**IN_PARTS, "sequence_parallel": True}),
+        ("deberta-v2", {**IN_PARTS, "sequence_parallel": True}),
+        ("fixed", IN_PARTS),
         ("by-head", {"zero_stage": 3}),
     ],
     4: [
+        ("fixed", {"zero_stage": 1, "load": "2-6"}),  # what another layout wrote, what is fixed included
         ("fixed", {"zero_stage": 0, "pipeline_model_parallel_size": 2}),
         ("deberta", {"zero_stage": 1, "pipeline_model_parallel_size": 2}),
         ("tupe-r", {"zero_stage": 1, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
-        ("fixed", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}),
+        ("fixed", IN_PARTS),
     ],
 }
 """World size → (model, layout beside tensor parallelism of 2); ZeRO 3 changes torch for good and comes last."""
@@ -230,8 +236,8 @@ def test_the_engine_steps_by_the_gradients_of_one_process(flags: Flags, tmp_path
     def command_line(name: str, folder: str, **layout: Any) -> list[str]:
         model = {**MODELS[name], "train_iters": 1, "micro_batch_size": 2}
         encoding = model.pop("position_encoding")
-        if "deepspeed_config" in layout:
-            layout["deepspeed_config"] = tmp_path / "zero3.json"
+        files = {"deepspeed_config": tmp_path / "zero3.json", "load": tmp_path / layout.get("load", "")}
+        layout |= {name: files[name] for name in layout.keys() & files.keys()}
         return [encoding, *flags(**model, **layout, save=tmp_path / folder)]
 
     run_ranks(1, _train, [command_line(name, name, zero_stage=0) for name in MODELS], TIMEOUT)
@@ -243,10 +249,6 @@ def test_the_engine_steps_by_the_gradients_of_one_process(flags: Flags, tmp_path
         run_ranks(size, _train, lines, TIMEOUT)
         for number, (name, layout) in enumerate(layouts):
             _assert_equal(tmp_path / f"{size}-{number}", tmp_path / name, f"{name} {layout}")
-    # A layout reads what another wrote, what is fixed included.
-    line = command_line("fixed", "again", zero_stage=1, tensor_model_parallel_size=2, load=tmp_path / "2-6")
-    run_ranks(2, _train, [line], TIMEOUT)
-    _assert_equal(tmp_path / "again", tmp_path / "fixed", "loaded")
 
 
 def _train(lines: list[list[str]], _error: Path) -> list[int]:
@@ -281,17 +283,8 @@ OBJECTIVE_CASES = [("rtd", "ddrp"), ("head-disagreement", "ddrp"), ("head-disagr
 """(objective, encoding): tables that all heads share, and rows of single heads."""
 
 
-@pytest.mark.slow
-def test_each_rank_has_its_part_of_the_gradients_of_an_objective() -> None:
-    for report in run_ranks(2, _compare_objectives, [[]], TIMEOUT):
-        assert len(report) == len(OBJECTIVE_CASES) * 2
-        for case, (sums, gradients) in report.items():
-            assert sums < 1e-12 and gradients < 1e-10, (case, sums, gradients)
-
-
-def _compare_objectives(_words: list[list[str]], _error: Path) -> dict[str, tuple[float, float]]:
+def _compare_objectives(ranks: Ranks) -> dict[str, tuple[float, float]]:
     """Case → the largest differences of a sum and of a gradient to one process's, relative to the norm."""
-    ranks = place_in_grid(torch.device("cpu"), ParallelConfig(tensor_model_parallel_size=2))
     found = {}
     for name, encoding in OBJECTIVE_CASES:
         config = tiny_config(num_attention_heads=4, hidden_size=16, seq_length=16, position_encoding=encoding)
@@ -366,12 +359,16 @@ SUMMED: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 def test_the_sum_of_16_micro_batches_has_fp32s_rounding_and_not_bf16s(flags: Flags, tmp_path: Path) -> None:
     command_lines = []
     for number, (layout, settings) in enumerate(SUMMED.values()):
-        path = tmp_path / f"{number}.json"
-        path.write_text(json.dumps(settings))
-        command_lines.append(flags(**RUN | layout, deepspeed_config=path if settings else None))
+        command_lines.append(flags(**RUN | layout, deepspeed_config=file_of(settings, tmp_path / f"{number}.json")))
     errors = dict(zip(SUMMED, map(max, errors_by(2, command_lines)), strict=True))
     in_bf16 = errors.pop("in bf16")
     assert max(errors.values()) < 1e-6 < 1e-3 < in_bf16, (errors, in_bf16)
+
+
+def file_of(settings: dict[str, Any] | None, path: Path) -> Path | None:
+    """The file of these settings of DeepSpeed's, if any."""
+    path.write_text(json.dumps(settings))
+    return path if settings else None
 
 
 PROVED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
@@ -395,9 +392,8 @@ PROVED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
 def test_a_changed_gradient_ends_the_run_in_every_layout(flags: Flags, tmp_path: Path) -> None:
     runs = []
     for number, (layout, settings, changed) in enumerate(PROVED.values()):
-        path = tmp_path / f"{number}.json"
-        path.write_text(json.dumps(settings))
-        runs.append((flags(**RUN | layout, deepspeed_config=path if settings else None), changed))
+        file = file_of(settings, tmp_path / f"{number}.json")
+        runs.append((flags(**RUN | layout, deepspeed_config=file), changed))
     for (name, (*_, changed)), ranks in zip(PROVED.items(), proofs_by(2, runs), strict=True):
         errors, lines = {proved.error for proved in ranks}, [proved.lines for proved in ranks]
         if not changed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ddrp import convert, merge, pretrain
+from megatron_ddrp import convert, merge
 from megatron_ddrp.checkpoint import NEW_HEAD, StoredTensors, newest, read_state
 from megatron_ddrp.model import ENCODER_PARTS
 from tests.conftest import TinyCorpus
-from tests.integration.conftest import TINY
+from tests.integration.conftest import Flags, Told, Train
 from tests.integration.training_runs import largest_differences, train_runs
 from tests.refusals import wrong_arguments
 
@@ -23,16 +23,15 @@ HEAD_STEPS, STEPS = 2, 5
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_corpus: TinyCorpus) -> dict[str, Any]:
-    own = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file, "train_iters": STEPS, "lr": 5e-4}
-    return {key: value for key, value in (TINY | MODEL | own).items() if value is not None}
+def train(train: Train) -> Train:
+    return partial(train, **MODEL, train_iters=STEPS, lr=5e-4)
 
 
 @pytest.fixture(scope="module")
-def start(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def start(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An import of a folder without a head, as those of sentence encoders."""
     folder = tmp_path_factory.mktemp("headless")
-    pretrain(**settings | {"train_iters": 1}, save=folder / "theirs")
+    train(train_iters=1, save=folder / "theirs")
     exported = convert(load=folder / "theirs", output=folder / "hf")
     weights = load_file(exported / "model.safetensors")
     save_file({n: t for n, t in weights.items() if not n.startswith("cls.")}, exported / "model.safetensors")
@@ -57,52 +56,51 @@ def assert_only_the_head_learned(path: Path | None, start: Path) -> None:
     "optimizer", [{"zero_stage": 2}, {"zero_stage": 0, "optimizer": "muon"}], ids=["adamw", "muon"]
 )
 def test_the_encoder_rests_and_then_begins_as_at_a_start(
-    optimizer: dict[str, Any], settings: dict[str, Any], start: Path, tmp_path: Path
+    optimizer: dict[str, Any], train: Train, start: Path, tmp_path: Path
 ) -> None:
-    run = settings | optimizer | {"new_head_iters": HEAD_STEPS, "save_interval": 1, "weight_decay": 0.1}
-    rows = pretrain(**run, load=start, save=tmp_path / "run").rows
+    run = optimizer | {"new_head_iters": HEAD_STEPS, "save_interval": 1, "weight_decay": 0.1}
+    rows = train(**run, load=start, save=tmp_path / "run").rows
     assert_only_the_head_learned(tmp_path / "run" / f"iter_{HEAD_STEPS:07d}", start)
-    assert [row["lr"] for row in rows] == pytest.approx(
-        [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4]
-    )  # one step of warm-up of three
+    warmed_up = pytest.approx([1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4])  # one step of warm-up of three
+    assert [row["lr"] for row in rows] == warmed_up
     first = tmp_path / "run" / f"iter_{HEAD_STEPS + 1:07d}"
     moments = weights_of(first, "optimizer")
     assert read_state(first)["optimizer_step"] == 1
     for name in [name for name in moments if name.startswith("exp_avg/")]:  # of one gradient: m = 0.1·g, v = 0.001·g²
-        torch.testing.assert_close(
-            moments[name.replace("avg", "avg_sq")], moments[name] ** 2 / 10, rtol=1e-4, atol=1e-20
-        )
-    moved = [
-        name for name, weight in weights_of(newest(start)).items() if not torch.equal(weight, weights_of(first)[name])
-    ]
-    assert {"embeddings.token.weight", "layers.0.attention.query.weight", "head.dense.weight"} <= {*moved}
-    for more in ({"exit_interval": 1}, {}):  # stopped in the phase; then the plain command, which knows where it was
-        again = {key: value for key, value in run.items() if key != "new_head_iters" or more} | more
-        pretrain(**again, load=start if more else tmp_path / "again", save=tmp_path / "again")
+        squares = moments[name.replace("avg", "avg_sq")]
+        torch.testing.assert_close(squares, moments[name] ** 2 / 10, rtol=1e-4, atol=1e-20)
+    before, after = weights_of(newest(start)), weights_of(first)
+    moved = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    assert {"embeddings.token.weight", "layers.0.attention.query.weight", "head.dense.weight"} <= moved
+    again = tmp_path / "again"
+    train(**run, exit_interval=1, load=start, save=again)  # stopped in the phase
+    train(**{**run, "new_head_iters": None}, load=again, save=again)  # the plain command, which knows where it was
     for kind in ("weights", "optimizer"):
         one, other = (weights_of(newest(tmp_path / name), kind) for name in ("run", "again"))
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_by_default_a_head_that_was_drawn_learns_first(
-    settings: dict[str, Any], start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Train, told: Told, tiny_corpus: TinyCorpus, start: Path, tmp_path: Path
 ) -> None:
     assert read_state(newest(start))[NEW_HEAD] is True  # type: ignore[arg-type]
-    pretrain(**settings, load=start, save=tmp_path / "run", save_interval=1)
-    assert f"steps 1 to {STEPS // 5} train the head alone" in capsys.readouterr().out
+    said = told(load=start, save=tmp_path / "run", save_interval=1)
+    assert f"steps 1 to {STEPS // 5} train the head alone" in said
     assert_only_the_head_learned(tmp_path / "run" / f"iter_{STEPS // 5:07d}", start)
     convert(load=tmp_path / "run", output=tmp_path / "hf")
     whole = convert(from_hf=tmp_path / "hf", output=tmp_path / "whole")
-    mean = merge(load=[tmp_path / "run"] * 2, output=tmp_path / "mean", data_path=settings["data_path"])
+    mean = merge(load=[tmp_path / "run"] * 2, output=tmp_path / "mean", data_path=tiny_corpus.prefix)
     for more in ({"load": whole}, {"load": mean}, {"load": start, "new_head_iters": 0}):
-        pretrain(**settings | {"train_iters": 1}, **more)
-        assert "train the head alone" not in capsys.readouterr().out
-    pretrain(**settings | {"train_iters": 1}, load=merge(load=[start, start], output=tmp_path / "starts"))
-    assert "steps 1 to 1 train the head alone" in capsys.readouterr().out
-    wrong_arguments("it needs the encoder of --load", pretrain, **settings, new_head_iters=1)
-    wrong_arguments("at most the steps of --train-iters 5", pretrain, **settings, new_head_iters=6, load=start)
-    nowhere = {"save": tmp_path / "new", "load": tmp_path / "new", "new_head_iters": 1}
-    wrong_arguments("holds no encoder that could rest", pretrain, **settings, **nowhere)
+        assert "train the head alone" not in told(train_iters=1, **more)
+    starts = merge(load=[start, start], output=tmp_path / "starts")
+    assert "steps 1 to 1 train the head alone" in told(train_iters=1, load=starts)
+    new = {"save": tmp_path / "new", "load": tmp_path / "new"}
+    for words, more in (
+        ("it needs the encoder of --load", {"new_head_iters": 1}),
+        ("at most the steps of --train-iters 5", {"new_head_iters": 6, "load": start}),
+        ("holds no encoder that could rest", {"new_head_iters": 1, **new}),
+    ):
+        wrong_arguments(words, train, **more)
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -115,7 +113,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-def test_the_encoder_rests_in_every_layout(start: Path, flags: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_the_encoder_rests_in_every_layout(start: Path, flags: Flags, tmp_path: Path) -> None:
     run = {**MODEL, "load": start, "new_head_iters": HEAD_STEPS, "train_iters": STEPS}
     stops = [{**run, **each, "save": tmp_path / f"{n}", "exit_interval": HEAD_STEPS} for n, each in enumerate(LAYOUTS)]
     commands = [[flags(**stop), flags(**run, **each)] for stop, each in zip(stops, LAYOUTS, strict=True)]
