@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.checkpoint import StoredTensors, newest
 from megatron_ddrp.config import ENCODINGS, Config, ParallelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import Batch
@@ -27,21 +27,14 @@ from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.model.stages import State
 from megatron_ddrp.objectives.contract import count_sequences, make_objective
+from megatron_ddrp.parallel import tensor_parallel
 from megatron_ddrp.parallel.pipeline import enter
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
-from megatron_ddrp.parallel.tensor_parallel import (
-    SEQUENCE_PARALLEL,
-    apply_sequence_parallel,
-    apply_tensor_parallel,
-    gathering_entrance,
-    join,
-    leave,
-    split,
-)
-from tests.conftest import TinyCorpus, documents, write_vocabulary
+from megatron_ddrp.parallel.tensor_parallel import apply_sequence_parallel, apply_tensor_parallel
+from tests.conftest import documents, write_vocabulary
 from tests.datasets import wordpiece_job
-from tests.integration.conftest import Flags
-from tests.integration.launch import read_rows, start_ranks, training_rows
+from tests.integration.conftest import Flags, Train
+from tests.integration.launch import start_ranks, steps_of, training_rows
 from tests.integration.training_runs import TIMEOUT, Rows, largest_differences, run_ranks, train_runs
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config
 
@@ -58,14 +51,15 @@ def assert_same_course(rows: list[dict[str, Any]], reference: list[dict[str, Any
             assert row[key] == close, (row["iteration"], key)
 
 
+ONE_PROCESS = {"global_batch_size": 16, "zero_stage": 0}
+
+
 @pytest.fixture(scope="module")
-def one_process(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_process(train: Train) -> list[dict[str, Any]]:
     """DDRP + MTH at ZeRO 0 in one process: four micro-batches of four."""
-    folder = tmp_path_factory.mktemp("one")
-    start_ranks(flags(global_batch_size=16, micro_batch_size=4, zero_stage=0, save=folder)).check()
-    tokens = training_rows(folder)[-1]["consumed_tokens"]
-    assert tokens < 0.95 * 5 * 16 * 32, "nothing to pad: the comparisons below would prove little"
-    return folder
+    rows = steps_of(train(**ONE_PROCESS, micro_batch_size=4).rows)
+    assert rows[-1]["consumed_tokens"] < 0.95 * 5 * 16 * 32, "nothing to pad: the comparisons below would prove little"
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -74,50 +68,13 @@ def one_process(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
 def test_micro_batches_and_recomputing_change_nothing(
-    changes: dict[str, Any], one_process: Path, flags: Flags, tmp_path: Path
+    changes: dict[str, Any], one_process: list[dict[str, Any]], train: Train
 ) -> None:
-    start_ranks(flags(global_batch_size=16, zero_stage=0, save=tmp_path, **changes)).check()
-    assert_same_course(training_rows(tmp_path), training_rows(one_process))
+    assert_same_course(steps_of(train(**ONE_PROCESS, **changes).rows), one_process)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_two_ranks_follow_one_process(zero_stage: int, one_process: Path, flags: Flags, tmp_path: Path) -> None:
-    arguments = flags(global_batch_size=16, micro_batch_size=4, zero_stage=zero_stage, save=tmp_path)
-    start_ranks(arguments, world_size=2).check()
-    assert_same_course(training_rows(tmp_path), training_rows(one_process))
-    (ours, _, _), (theirs, _, _) = load_model(tmp_path), load_model(one_process)
-    for name, weight in theirs.named_parameters():
-        change = (ours.get_parameter(name) - weight).abs().max()
-        assert change < 2e-5, f"{name} ended {change} away"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"position_encoding": "absolute", "layernorm_position": "pre"},
-        {"objective": "mlm", "relative_table": "per-layer"},
-        {"tcd_tokens": 0, "hcd_heads": 0},
-        {"checkpoint_activations": True, "attention_backend": "eager", "tcd_squared": True},
-    ],
-    ids=lambda changes: "-".join(map(str, changes.values())),
-)
-def test_two_ranks_follow_one_process_for_every_kind_of_model(
-    changes: dict[str, Any], flags: Flags, tmp_path: Path
-) -> None:
-    arguments = {"global_batch_size": 16, "train_iters": 3, **changes}
-    start_ranks(flags(**arguments, micro_batch_size=16, save=tmp_path / "one")).check()
-    start_ranks(flags(**arguments, micro_batch_size=2, save=tmp_path / "two"), world_size=2).check()
-    rows, reference = training_rows(tmp_path / "two"), training_rows(tmp_path / "one")
-    if changes.get("objective") == "mlm":
-        assert all("tcd_loss" not in row and "hcd_loss" not in row for row in rows)
-    assert_same_course(rows, reference)
-
-
-def test_another_seed_changes_the_course(one_process: Path, flags: Flags, tmp_path: Path) -> None:
-    start_ranks(flags(global_batch_size=16, zero_stage=0, seed=4321, save=tmp_path)).check()
-    ours, theirs = training_rows(tmp_path)[0], training_rows(one_process)[0]
+def test_another_seed_changes_the_course(one_process: list[dict[str, Any]], train: Train) -> None:
+    ours, theirs = steps_of(train(**ONE_PROCESS, seed=4321).rows)[0], one_process[0]
     assert abs(ours["lm_loss"] - theirs["lm_loss"]) > 1e-4
     assert ours["hcd_loss"] != theirs["hcd_loss"]
 
@@ -132,41 +89,75 @@ def layout(tensor: int = 1, pipeline: int = 1, **changes: Any) -> dict[str, Any]
     return {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline, **changes}
 
 
+ABSOLUTE = {"position_encoding": "absolute", "layernorm_position": "pre"}
 MODERN = {
     **{"position_encoding": "rope", "layernorm_position": "pre", "no_first_norm": True, "num_segments": 0},
-    **{
-        "ffn": "swiglu",
-        "norm": "rmsnorm",
-        "no_bias": True,
-        "norm_bias": True,
-        "embedding_size": 20,
-        "local_attention": 8,
-    },
+    **{"ffn": "swiglu", "norm": "rmsnorm", "no_bias": True, "norm_bias": True, "embedding_size": 20},
+    "local_attention": 8,
 }
 CAUSAL = {"objective": "mlm", "objective_phases": "clm:0.5", "train_iters": 4}
+DATA_2 = {"global_batch_size": 16, "micro_batch_size": 4, "train_iters": 5}
+KIND = {"global_batch_size": 16, "micro_batch_size": 16, "train_iters": 3, "zero_stage": 1}
+EAGER = {"checkpoint_activations": True, "attention_backend": "eager", "tcd_squared": True}
+SEQUENCE: dict[str, dict[str, Any]] = {
+    "ddrp": {"position_encoding": "ddrp", "train_iters": 5},
+    "deberta": {"position_encoding": "deberta", "train_iters": 5},
+    "absolute": {**ABSOLUTE, "seq_length": 31, "train_iters": 5},
+    "modern": {
+        **{"position_encoding": "ddrp", "layernorm_position": "pre", "seq_length": 31, "num_segments": 1},
+        **{"ffn": "geglu", "no_bias": True, "embedding_size": 20, "local_attention": 8, "train_iters": 5},
+    },
+}
+"""Rows of 31 tokens do not divide."""
+
+
+def cut(tensor: int, pipeline: int = 1, **changes: Any) -> dict[str, Any]:
+    return layout(tensor, pipeline, sequence_parallel=True, **changes)
+
+
 MODEL_PARALLEL: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     2: {
         "tensor 2": ({"position_encoding": "ddrp"}, layout(2, zero_stage=1, **TWO_MICRO_BATCHES)),
         "pipeline 2": ({"position_encoding": "tupe-r", "packing": True}, layout(1, 2, checkpoint_activations=True)),
         "tensor 2, modern": (MODERN, layout(2, zero_stage=2)),
         "pipeline 2, causal": ({"position_encoding": "deberta", **CAUSAL}, layout(1, 2)),
-        "tensor 2, causal, cut sequences": ({**MODERN, **CAUSAL}, layout(2, zero_stage=1, sequence_parallel=True)),
+        "tensor 2, causal, cut sequences": ({**MODERN, **CAUSAL}, cut(2, zero_stage=1)),
+        "data 2, absolute": (KIND | ABSOLUTE, {"micro_batch_size": 2}),
+        "data 2, mlm": (KIND | {"objective": "mlm", "relative_table": "per-layer"}, {"micro_batch_size": 2}),
+        "data 2, all": (KIND | {"tcd_tokens": 0, "hcd_heads": 0}, {"micro_batch_size": 2}),
+        "data 2, eager": (KIND | EAGER, {"micro_batch_size": 2}),
+        "sequence, ddrp": (SEQUENCE["ddrp"], cut(2, **TWO_MICRO_BATCHES, zero_stage=1)),
+        "sequence, absolute": (SEQUENCE["absolute"], cut(2, **TWO_MICRO_BATCHES)),
+        "sequence, modern": (SEQUENCE["modern"], cut(2, **TWO_MICRO_BATCHES)),
+        "sequence, deberta": (
+            SEQUENCE["deberta"],
+            cut(2, **TWO_MICRO_BATCHES, checkpoint_activations=True, zero_stage=2),
+        ),
+        **{f"data 2, ZeRO {stage}": (DATA_2, {"zero_stage": stage}) for stage in (0, 1, 2, 3)},
+        "sequence, ddrp, ZeRO 3": (SEQUENCE["ddrp"], cut(2, **TWO_MICRO_BATCHES, zero_stage=3)),
     },
     4: {
         "tensor 4": (
             {"position_encoding": "deberta", "tcd_tokens": 0, "hcd_heads": 0, "vocabulary": True},
             layout(4, **TWO_MICRO_BATCHES),
         ),
-        "pipeline 2 x data 2": ({"position_encoding": "absolute", "layernorm_position": "pre"}, layout(1, 2)),
+        "pipeline 2 x data 2": (ABSOLUTE, layout(1, 2)),
         "tensor 2 x pipeline 2": ({"position_encoding": "deberta"}, layout(2, 2, zero_stage=1)),
         "pipeline 4": ({"relative_table": "per-layer", "num_layers": 4, "objective": "mlm"}, layout(1, 4)),
+        "sequence 4, absolute": (SEQUENCE["absolute"], cut(4, **TWO_MICRO_BATCHES, zero_stage=1)),
+        "sequence 4, deberta": (SEQUENCE["deberta"], cut(4, **TWO_MICRO_BATCHES)),
+        "sequence x pipeline 2, ddrp": (SEQUENCE["ddrp"], cut(2, 2, zero_stage=1)),
+        "sequence x pipeline 2, deberta": (SEQUENCE["deberta"], cut(2, 2)),
+        "sequence x data 2, absolute": (SEQUENCE["absolute"], cut(2)),
         "tensor 2 x data 2": ({"position_encoding": "bert-r"}, layout(2, zero_stage=3)),
         "tensor 2 x data 2, causal": ({"position_encoding": "t5", "packing": True, **CAUSAL}, layout(2, zero_stage=3)),
         "tensor 2 x data 2, modern": ({**MODERN, "norm": "layernorm"}, layout(2, zero_stage=3)),
     },
     8: {"tensor 2 x pipeline 2 x data 2": ({"position_encoding": "tupe-a"}, layout(2, 2, zero_stage=1))},
 }
-"""World size → name → (the model and objective, the layout)."""
+"""World size → name → (the model and objective, the layout); ZeRO 3 changes torch for good and comes last."""
+SAVED = "data 2, ZeRO 0"
+"""Whose weights at the end are those of all "data 2, ZeRO …"."""
 
 
 @pytest.fixture(scope="module")
@@ -193,114 +184,82 @@ def words(flags: Flags, whole_vocabulary: dict[str, Path]) -> Callable[..., list
 
 
 @pytest.fixture(scope="module")
-def rows_of_one_process(words: Callable[..., list[str]]) -> dict[str, Rows]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def rows_of_one_process(words: Callable[..., list[str]], saved: Path) -> dict[str, Rows]:
     """The rows of each layout's model in one process, and of one of them under another seed."""
     models = {name: model for layouts in MODEL_PARALLEL.values() for name, (model, _) in layouts.items()}
     models["another seed"] = models["tensor 2"] | {"seed": 4321}
-    return dict(zip(models, train_runs(1, [words(**model) for model in models.values()]), strict=True))
+    lines = [words(**model, save=saved / "one" if name == SAVED else None) for name, model in models.items()]
+    rows = dict(zip(models, train_runs(1, lines), strict=True))
+    found = largest_differences(rows["another seed"], rows["tensor 2"])
+    assert min(found.values()) > 1e-4, "the comparisons below would see no other seed"
+    return rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", MODEL_PARALLEL)
 def test_model_parallel_ranks_follow_one_process(
-    world_size: int, rows_of_one_process: dict[str, Rows], words: Callable[..., list[str]]
+    world_size: int, rows_of_one_process: dict[str, Rows], words: Callable[..., list[str]], saved: Path
 ) -> None:
+    """Losses, each on its own, and gradient norms; `train_runs` compares the bits of all replicas at the end."""
     layouts = MODEL_PARALLEL[world_size]
-    runs = train_runs(world_size, [words(**model, **changes) for model, changes in layouts.values()])
-    for name, rows in zip(layouts, runs, strict=True):
+    save = {name: saved / name if model is DATA_2 else None for name, (model, _) in layouts.items()}
+    runs = train_runs(world_size, [words(**model | own, save=save[name]) for name, (model, own) in layouts.items()])
+    for (name, (model, _)), rows in zip(layouts.items(), runs, strict=True):
+        near_0 = 0.0 if name.startswith("sequence") else 1e-6
         for row, expected in zip(rows, rows_of_one_process[name], strict=True):
             assert row.keys() == expected.keys()
+            assert model.get("objective") != "mlm" or not {"tcd_loss", "hcd_loss"} & row.keys(), name
             for key, value in expected.items():
-                assert row[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (name, key)
+                assert row[key] == pytest.approx(value, rel=1e-5, abs=near_0), (name, key)
+        if name.startswith("sequence"):
+            assert {"lm_loss", "tcd_loss", "hcd_loss", "grad_norm", "valid_lm_loss"} <= rows[-1].keys()
+    for name, folder in save.items():
+        if folder:
+            ours, theirs = (StoredTensors(newest(path), "weights") for path in (folder, saved / "one"))
+            for part in theirs.names:
+                change = (ours[part] - theirs[part]).abs().max()
+                assert change < 2e-5, f"{name}: {part} ended {change} away"
 
 
 @pytest.mark.slow
-def test_the_comparison_sees_another_seed(rows_of_one_process: dict[str, Rows]) -> None:
-    found = largest_differences(rows_of_one_process["another seed"], rows_of_one_process["tensor 2"])
-    assert min(found.values()) > 1e-4
-
-
-@pytest.mark.slow
-def test_dropout_leaves_model_parallel_replicas_equal_and_is_the_same_when_recomputed(
-    words: Callable[..., list[str]],
+def test_dropout_is_the_same_when_recomputed_and_a_run_resumes_with_and_without_sequence_parallelism(
+    words: Callable[..., list[str]], flags: Flags, tmp_path: Path
 ) -> None:
-    """`train_runs` compares the bits of all replicas at the end."""
+    """`train_runs` compares the bits of all replicas at the end. The flag is no part of a checkpoint: saved with it and
+    loaded without, and the other way round."""
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "position_encoding": "deberta", "train_iters": 3}
     lines = []
     for changes in (layout(2), layout(1, 2), layout(2, sequence_parallel=True)):
         lines += [words(**dropout, **changes), words(**dropout, **changes, checkpoint_activations=True)]
         lines.append(words(**(dropout | {"hidden_dropout": 0.0, "attention_dropout": 0.0}), **changes))
+    ways = [{"micro_batch_size": 2, **layout(2, zero_stage=0, sequence_parallel=kind)} for kind in (True, False)]
+    lines.append(flags(**ways[0]))
+    lines += [flags(**way, exit_interval=2, save=tmp_path / str(i)) for i, way in enumerate(ways)]
+    lines += [flags(**way, load=tmp_path / str(1 - i)) for i, way in enumerate(ways)]
     runs = train_runs(2, lines)
-    for plain, recomputed, without in (runs[:3], runs[3:6], runs[6:]):
+    for plain, recomputed, without in (runs[:3], runs[3:6], runs[6:9]):
         assert plain == recomputed
         assert plain[0]["lm_loss"] != without[0]["lm_loss"]
-
-
-@pytest.mark.slow
-def test_the_script_itself(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
-    """Two ranks write the rows that one writes, validation included."""
-    for name, size, changes in (("one", 1, {}), ("two", 2, layout(1, 2))):
-        settings = {"train_iters": 3, "eval_interval": 3, "eval_iters": 1, "save": tmp_path / name, **changes}
-        start_ranks(flags(**settings), world_size=size).check()
-    rows, reference = training_rows(tmp_path / "two"), training_rows(tmp_path / "one")
-    assert len(rows) == 3
-    assert_same_course(rows, reference)
-
-
-SHARED = {"micro_batch_size": 2, "zero_stage": 0, "sequence_parallel": True}
-TENSOR_2: dict[str, Any] = {**SHARED, "tensor_model_parallel_size": 2}
-MODELS: dict[str, dict[str, Any]] = {
-    "ddrp": {"position_encoding": "ddrp"},
-    "deberta": {"position_encoding": "deberta"},
-    "absolute": {"position_encoding": "absolute", "layernorm_position": "pre", "seq_length": 31},
-    "modern": {
-        **{"position_encoding": "ddrp", "layernorm_position": "pre", "seq_length": 31, "num_segments": 1},
-        **{"ffn": "geglu", "no_bias": True, "embedding_size": 20, "local_attention": 8},
-    },
-}
-SEQUENCE_LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    2: [
-        ("ddrp", {**TENSOR_2, **TWO_MICRO_BATCHES, "zero_stage": 1}),
-        ("absolute", {**TENSOR_2, **TWO_MICRO_BATCHES}),
-        ("modern", {**TENSOR_2, **TWO_MICRO_BATCHES}),
-        ("deberta", {**TENSOR_2, **TWO_MICRO_BATCHES, "checkpoint_activations": True, "zero_stage": 2}),
-        ("ddrp", {**TENSOR_2, **TWO_MICRO_BATCHES, "zero_stage": 3}),
-    ],
-    4: [
-        ("absolute", {**SHARED, **TWO_MICRO_BATCHES, "tensor_model_parallel_size": 4, "zero_stage": 1}),
-        ("deberta", {**SHARED, **TWO_MICRO_BATCHES, "tensor_model_parallel_size": 4}),
-        ("ddrp", {**TENSOR_2, "pipeline_model_parallel_size": 2, "zero_stage": 1}),
-        ("deberta", {**TENSOR_2, "pipeline_model_parallel_size": 2}),
-        ("absolute", TENSOR_2),
-    ],
-}
-"""World size → (model, layout); rows of 31 tokens do not divide, and ZeRO 3 changes torch for good and comes last."""
-
-
-@pytest.mark.slow
-def test_sequence_parallel_ranks_follow_one_process(flags: Flags) -> None:
-    """Losses, each on its own, and gradient norms; `train_runs` compares the bits of all replicas at the end."""
-    references = train_runs(1, [flags(**model, zero_stage=0) for model in MODELS.values()])
-    expected = dict(zip(MODELS, references, strict=True))
-    for world_size, layouts in SEQUENCE_LAYOUTS.items():
-        runs = train_runs(world_size, [flags(**MODELS[name], **layout) for name, layout in layouts])
-        for (name, layout), rows in zip(layouts, runs, strict=True):
-            differences = largest_differences(rows, expected[name])
-            assert {"lm_loss", "tcd_loss", "hcd_loss", "grad_norm", "valid_lm_loss"} <= differences.keys()
-            assert max(differences.values()) < 1e-5, (name, layout, differences)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_and_without_sequence_parallelism(flags: Flags, tmp_path: Path) -> None:
-    """The flag is no part of a checkpoint: saved with it and loaded without, and the other way round."""
-    ways = [{**TENSOR_2, "sequence_parallel": kind} for kind in (True, False)]
-    lines = [flags(**way, exit_interval=2, save=tmp_path / str(i)) for i, way in enumerate(ways)]
-    lines += [flags(**way, load=tmp_path / str(1 - i)) for i, way in enumerate(ways)]
-    whole, _, _, *resumed = train_runs(2, [flags(**TENSOR_2), *lines])
+    whole, _, _, *resumed = runs[9:]
     assert len(resumed) == 2
     for rows in resumed:
         assert len(rows) == 3
         assert max(largest_differences(rows, whole[2:]).values()) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_script_itself(train: Train, flags: Flags, tmp_path: Path) -> None:
+    """Two ranks write the rows that one writes, validation included."""
+    settings = {"train_iters": 3, "eval_interval": 3, "eval_iters": 1}
+    start_ranks(flags(**settings, save=tmp_path, **layout(1, 2)), world_size=2).check()
+    rows = training_rows(tmp_path)
+    assert len(rows) == 3
+    assert_same_course(rows, steps_of(train(**settings).rows))
 
 
 @pytest.mark.slow
@@ -335,11 +294,11 @@ def _travel_in_rows_of(length: int, ranks: Ranks) -> None:
         torch.testing.assert_close(gradient, slope, rtol=1e-14, atol=1e-14)
 
     whole, weight = wholes[0], weights[0]
-    check(partial(split, ranks=ranks), whole, own(whole), own(weight), weight)
-    check(partial(join, length=length, ranks=ranks), own(whole), whole, weight, own(weight))
-    entering = partial(enter, entrance=gathering_entrance(length, ranks))
+    check(partial(tensor_parallel.split, ranks=ranks), whole, own(whole), own(weight), weight)
+    check(partial(tensor_parallel.join, length=length, ranks=ranks), own(whole), whole, weight, own(weight))
+    entering = partial(enter, entrance=tensor_parallel.gathering_entrance(length, ranks))
     check(entering, own(whole), whole, weights[ranks.rank], own(weights.sum(0)))
-    check(partial(leave, ranks=ranks), wholes[ranks.rank], own(wholes.sum(0)), own(weight), weight)
+    check(partial(tensor_parallel.leave, ranks=ranks), wholes[ranks.rank], own(wholes.sum(0)), own(weight), weight)
 
 
 BATCH, LENGTH, PART, HIDDEN = 3, 63, 32, 12
@@ -378,10 +337,9 @@ def _look(_words: list[list[str]], _error: Path) -> dict[str, Any]:
     model = _cut_model(ranks)
     apply_sequence_parallel(model, ranks)
     shapes: dict[str, list[list[int]]] = {}
+    kinds = tuple(kind for _, kind in tensor_parallel.SEQUENCE_PARALLEL)
     for name, module in model.named_modules():
-        if (
-            name.endswith("feed_forward") or isinstance(module, tuple(kind for _, kind in SEQUENCE_PARALLEL))
-        ) and not name.startswith("layers.1."):
+        if (name.endswith("feed_forward") or isinstance(module, kinds)) and not name.startswith("layers.1."):
             module.register_forward_hook(partial(_note_shapes, shapes, name))
     kept, seen = _kept_bytes(model), dict(shapes)
     torch.manual_seed(5)
@@ -424,20 +382,18 @@ STEPS = {"train_iters": 3, "global_batch_size": 16, "micro_batch_size": 8, "seq_
 """Rows of 128 tokens, of which the corpus' documents fill about half."""
 
 
-def print_rows() -> None:
-    """Print how many rows each step has. Runs in a rank, before the training program."""
-    step = BatchLoader.step
+@pytest.fixture
+def rows_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each step has, as they come."""
+    step, noted = BatchLoader.step, list[int]()
 
     def counting(self: BatchLoader, *place: int) -> list[Batch]:
         batches = step(self, *place)
-        print("rows:", sum(len(batch.input_ids) for batch in batches), flush=True)
+        noted.append(sum(len(batch.input_ids) for batch in batches))
         return batches
 
-    BatchLoader.step = counting  # type: ignore[method-assign]
-
-
-def printed_rows(stdout: str) -> list[int]:
-    return [int(line.split()[1]) for line in stdout.splitlines() if line.startswith("rows:")]
+    monkeypatch.setattr(BatchLoader, "step", counting)
+    return noted
 
 
 def sums_and_gradients(config: Config, packing: bool, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -480,29 +436,19 @@ def test_sequences_are_counted_by_document() -> None:
     assert count_sequences(Batch(nothing, nothing, document_ids, nothing, nothing, nothing)) == 2 + 1 + 1 + 0 + 0
 
 
-@pytest.mark.parametrize(
-    "encoding",
-    [name if name == "ddrp" else pytest.param(name, marks=pytest.mark.slow) for name in ENCODINGS],
-)
-def test_packed_and_unpacked_runs_are_the_same(encoding: str, flags: Flags, tmp_path: Path) -> None:
-    arguments = STEPS | {"position_encoding": encoding, "eval_interval": 3, "eval_iters": 1}
-    unpacked = start_ranks(flags(**arguments, save=tmp_path / "unpacked"), before=print_rows).check()
-    packed = start_ranks(flags(**arguments, save=tmp_path / "packed", packing=True), before=print_rows).check()
-    assert printed_rows(unpacked.stdout[0]) == [16] * 4  # three steps and a validation
-    assert len(printed_rows(packed.stdout[0])) == 4 and max(printed_rows(packed.stdout[0])) < 12
-    assert_same_course(training_rows(tmp_path / "packed"), training_rows(tmp_path / "unpacked"))
-    (ours,), (theirs,) = (
-        [row["valid_lm_loss"] for row in read_rows(tmp_path / name) if "valid_lm_loss" in row]
-        for name in ("packed", "unpacked")
-    )
-    assert ours == pytest.approx(theirs, rel=1e-5)
+def test_packed_and_unpacked_runs_are_the_same(rows_of_steps: list[int], train: Train) -> None:
+    """Under each encoding, `test_losses_and_gradients_of_a_global_batch` sees what packing changes."""
+    arguments = STEPS | {"eval_interval": 3, "eval_iters": 1}
+    unpacked, packed = (train(**arguments, packing=packing).rows for packing in (False, True))
+    assert rows_of_steps[:4] == [16] * 4  # three steps and a validation
+    assert len(rows_of_steps) == 8 and max(rows_of_steps[4:]) < 12
+    assert_same_course(steps_of(packed), steps_of(unpacked))
+    assert packed[-1]["valid_lm_loss"] == pytest.approx(unpacked[-1]["valid_lm_loss"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_two_ranks_and_a_resume_follow_one_unpacked_process(flags: Flags, tmp_path: Path) -> None:
-    start_ranks(flags(**STEPS, save=tmp_path / "one")).check()
-    folder = tmp_path / "two"
+def test_two_ranks_and_a_resume_follow_one_unpacked_process(train: Train, flags: Flags, tmp_path: Path) -> None:
     changes = STEPS | {"micro_batch_size": 2, "exit_interval": 2, "packing": True}
     for _ in range(2):  # the same command stops after two steps, then goes on
-        start_ranks(flags(**changes, save=folder, load=folder), world_size=2).check()
-    assert_same_course(training_rows(folder), training_rows(tmp_path / "one"))
+        start_ranks(flags(**changes, save=tmp_path, load=tmp_path), world_size=2).check()
+    assert_same_course(training_rows(tmp_path), steps_of(train(**STEPS).rows))
