@@ -11,23 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp.checkpoint import (
-    StoredTensors,
-    load_model,
-    mark_latest,
-    newest,
-    read_state,
-    save_weights_only,
-    write_state,
-)
+from megatron_ddrp import checkpoint
+from megatron_ddrp.checkpoint import StoredTensors, load_model, newest, read_state, write_state
 from megatron_ddrp.checkpoint.weights import read_notes
 from megatron_ddrp.config import load_config
+from megatron_ddrp.errors import FAILURE
 from megatron_ddrp.model import build_model
 from megatron_ddrp.run.run_folder import sole_writer
 from tests.endurance.kills import kill_and_compare
-from tests.integration.conftest import Flags
-from tests.integration.launch import start_ranks, training_rows
+from tests.integration.conftest import Flags, Told, Train
+from tests.integration.launch import start_ranks, steps_of, training_rows
 from tests.integration.training_runs import Rows, largest_differences, train_runs
+from tests.refusals import refused
 
 SAVED, STEPS = 2, 5
 
@@ -132,18 +127,17 @@ CHAIN: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-def test_one_run_passes_through_many_layouts(flags: Flags, tmp_path: Path) -> None:
+def test_one_run_passes_through_many_layouts(train: Train, flags: Flags, tmp_path: Path) -> None:
     """The script itself, two steps a layout, each saying from what it goes on."""
     steps = {"train_iters": 2 * len(CHAIN), "lr_warmup_fraction": 0.5}
     before = None
     for name, (ranks, settings) in CHAIN.items():
-        folder = tmp_path / "chain"
-        arguments = flags(save=folder, load=folder, exit_interval=2, **steps, **settings)
+        arguments = flags(save=tmp_path, load=tmp_path, exit_interval=2, **steps, **settings)
         said = start_ranks(arguments, ranks).check().stdout[0]
         assert before is None or f"checkpoint of {before} → {name}\n" in said
         before = name
-    start_ranks(flags(save=tmp_path / "whole", zero_stage=0, **steps)).check()
-    chain, whole = ([row["loss"] for row in training_rows(tmp_path / name)] for name in ("chain", "whole"))
+    whole = steps_of(train(zero_stage=0, **steps).rows)
+    chain, whole = ([row["loss"] for row in rows] for rows in (training_rows(tmp_path), whole))
     assert chain == pytest.approx(whole, rel=1e-5)
 
 
@@ -163,14 +157,22 @@ def tensors(path: Path | None) -> dict[str, torch.Tensor]:
     ids=["fp32-bf16", "bf16-fp32", "bf16-fp32-zero0"],
 )
 def test_weights_and_moments_pass_between_precisions_unrounded(
-    source: dict[str, Any], target: dict[str, Any], flags: Flags, tmp_path: Path
+    source: dict[str, Any], target: dict[str, Any], told: Told, tmp_path: Path
 ) -> None:
-    """A rate of 0 and no decay of moments: what is saved again is what was read."""
+    """A rate of 0 and no decay of moments: what is saved again is what was read. It is numbers and JSON."""
     still = {"lr": 0.0, "adam_beta1": 0.5, "adam_beta2": 0.5}
-    start_ranks(flags(save=tmp_path / "source", train_iters=2, **source)).check()
-    said = start_ranks(flags(save=tmp_path / "target", load=tmp_path / "source", train_iters=3, **still, **target))
-    assert "→ 1 rank" in said.check().stdout[0]
-    before, after = tensors(newest(tmp_path / "source")), tensors(newest(tmp_path / "target"))
+    told(save=tmp_path / "source", train_iters=2, **source)
+    path, expected = newest(tmp_path / "source"), {"ranks": 1, "tensor": 1, "pipeline": 1}
+    names = {"state.json", "weights-00-of-01.safetensors", "optimizer-00-of-01.safetensors"}
+    state = read_state(path)
+    assert {file.name for file in path.iterdir()} == names and state["optimizer_step"] == state["iteration"] == 2
+    precision = "bf16" if "bf16" in source else "fp32"
+    assert state["layout"] == expected | {"zero_stage": source["zero_stage"], "precision": precision}
+    assert not list(path.parent.glob("*.tmp")) and not (path.parent / "lock").exists()
+    assert (path.parent / "exit_code").read_text() == "0\n"
+    said = told(save=tmp_path / "target", load=tmp_path / "source", train_iters=3, **still, **target)
+    assert "→ 1 rank" in said
+    before, after = tensors(path), tensors(newest(tmp_path / "target"))
     assert all(tensor.dtype == torch.float32 for tensor in before.values())
     for name, tensor in before.items():
         if "/" not in name:
@@ -179,20 +181,7 @@ def test_weights_and_moments_pass_between_precisions_unrounded(
     moments = [name for name in before if name.startswith("exp_avg_sq/")]
     assert all((after[name] >= 0.4999 * before[name]).all() for name in moments)
     assert any(before[name].max() > 0 for name in moments)
-    rows = training_rows(tmp_path / "target")
-    assert rows[0]["iteration"] == 3
-
-
-def test_a_checkpoint_is_numbers_and_json(flags: Flags, tmp_path: Path) -> None:
-    start_ranks(flags(save=tmp_path, train_iters=2)).check()
-    path = newest(tmp_path)
-    names = {file.name for file in path.iterdir()}
-    assert names == {"state.json", "weights-00-of-01.safetensors", "optimizer-00-of-01.safetensors"}
-    state = read_state(path)
-    assert state["optimizer_step"] == state["iteration"] == 2
-    assert state["layout"] == {"ranks": 1, "tensor": 1, "pipeline": 1, "zero_stage": 1, "precision": "fp32"}
-    assert not list(tmp_path.glob("*.tmp")) and not (tmp_path / "lock").exists()
-    assert (tmp_path / "exit_code").read_text() == "0\n"
+    assert training_rows(tmp_path / "target")[0]["iteration"] == 3
 
 
 def truncate(path: Path) -> None:
@@ -216,11 +205,11 @@ def change_a_byte(path: Path) -> None:
     ids=["truncated", "changed", "missing", "state"],
 )
 def test_a_damaged_checkpoint_is_passed_over(
-    damage: Callable[[Path], None], file: str, reason: str, run: Path, flags: Flags
+    damage: Callable[[Path], None], file: str, reason: str, run: Path, told: Told
 ) -> None:
     rows, wanted = training_rows(run), tensors(newest(run))
     damage(run / "iter_0000003" / file)
-    said = start_ranks(flags(save=run, load=run, train_iters=3)).check().stdout[0]
+    said = told(save=run, load=run, train_iters=3)
     (line,) = [line for line in said.splitlines() if line.startswith("skipped")]
     assert "iter_0000003" in line and reason in line and file in line
     assert f"resumed from {run} at step 2" in said
@@ -229,18 +218,16 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert all(torch.equal(again[name], tensor) for name, tensor in wanted.items())
 
 
-def test_one_run_a_folder(flags: Flags, tmp_path: Path) -> None:
+def test_one_run_a_folder_whose_lock_is_free_when_the_run_was_killed(
+    train: Train, flags: Flags, tmp_path: Path
+) -> None:
     with sole_writer(tmp_path):
         result = start_ranks(flags(save=tmp_path, train_iters=1))
     assert result.exit_codes == [1]
     (line,) = result.stderr[0].splitlines()
     assert f"--save {tmp_path} is being written by another run (host " in line
-    start_ranks(flags(save=tmp_path, train_iters=1)).check()
-
-
-def test_the_lock_of_a_killed_run_is_free(flags: Flags, tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("host elsewhere, process 1\n", encoding="utf-8")
-    start_ranks(flags(save=tmp_path, train_iters=1)).check()
+    train(save=tmp_path, train_iters=1)
 
 
 def test_random_kills_leave_no_trace(flags: Flags, tmp_path: Path) -> None:
@@ -250,78 +237,60 @@ def test_random_kills_leave_no_trace(flags: Flags, tmp_path: Path) -> None:
     assert seen["kills"] == 2
 
 
-def test_resuming_reads_the_state_it_says(run: Path, flags: Flags) -> None:
+def test_resuming_reads_the_state_it_says(run: Path, train: Train) -> None:
     """The optimizer's count of steps is its own: bias correction depends on it."""
     write_state(newest(run), read_state(newest(run)) | {"optimizer_step": 5})
-    start_ranks(flags(save=run, load=run, train_iters=4)).check()
+    train(save=run, load=run, train_iters=4)
     assert read_state(newest(run))["optimizer_step"] == 6
 
 
 RECIPE_STEPS = 6
 MUON: dict[str, Any] = {"objective": "mlm", "optimizer": "muon", "zero_stage": 0}
-RECIPE = MUON | {
-    **{"position_encoding": "rope", "rope_theta": 1000.0, "seq_length_phases": "16:0.5:100"},
-    **{"mask_prob": "0.4:0.2", "train_iters": RECIPE_STEPS},
-}
+RECIPE = MUON | {"position_encoding": "rope", "rope_theta": 1000.0, "seq_length_phases": "16:0.5:100"}
+RECIPE |= {"mask_prob": "0.4:0.2", "train_iters": RECIPE_STEPS}
+SHORT = RECIPE | {"seq_length_phases": None, "seq_length": 16, "rope_theta": 100.0}
 STABLE = MUON | {"lr_warmup_iters": 1, "lr_warmup_fraction": None}
-DECAY = {
-    **{"lr_decay_style": "wsd", "lr_wsd_decay_iters": 3, "lr_wsd_decay_style": "minus_sqrt"},
-    "train_iters": SAVED + 3,
-}
+DECAY = STABLE | {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 3, "lr_wsd_decay_style": "minus_sqrt"}
+DECAY |= {"train_iters": SAVED + 3}
 
 
 @pytest.fixture(scope="module")
 def runs(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Rows]]:
     """The folder of checkpoints, and the rows of each run on one rank."""
     folder = tmp_path_factory.mktemp("recipes")
-    stable, branch_point = folder / "stable", folder / "stable" / f"iter_{SAVED:07d}"
+    middle, stable = RECIPE_STEPS // 2, STABLE | {"lr_decay_style": "constant", "train_iters": 90}
     commands = {
         "whole": flags(**RECIPE),
         "first": flags(**RECIPE, exit_interval=SAVED, save=folder / "first"),
         "rest": flags(**RECIPE, load=folder / "first"),
-        "short rows": flags(
-            **RECIPE | {"seq_length_phases": None, "seq_length": 16, "rope_theta": 100.0},
-            exit_interval=RECIPE_STEPS // 2,
-            save=folder / "short",
-        ),
-        "longer rows": flags(**RECIPE, load=folder / "short" / f"iter_{RECIPE_STEPS // 2:07d}"),
+        "short rows": flags(**SHORT, exit_interval=middle, save=folder / "short"),
+        "longer rows": flags(**RECIPE, load=folder / "short" / f"iter_{middle:07d}"),
         "in one go": flags(**RECIPE, micro_batch_size=8),
-        "stable": flags(
-            **{**STABLE, "lr_decay_style": "constant", "train_iters": 90}, exit_interval=SAVED, save=stable
-        ),
-        "branch": flags(**STABLE | DECAY, load=branch_point),
-        "planned": flags(**STABLE | DECAY),
+        "stable": flags(**stable, exit_interval=SAVED, save=folder / "stable"),
+        "branch": flags(**DECAY, load=folder / "stable" / f"iter_{SAVED:07d}"),
+        "planned": flags(**DECAY),
     }
     return folder, dict(zip(commands, train_runs(1, list(commands.values())), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "whole", "stop", "same"),
-    [
+def test_what_goes_on_is_the_run_planned_so_and_gradients_may_accumulate(
+    runs: tuple[Path, dict[str, Rows]],
+) -> None:
+    """Across a phase, with longer rows after a checkpoint, and as a branch off a checkpoint."""
+    folder, rows = runs
+    for first, then, whole, stop, same in (
         ("first", "rest", "whole", SAVED, SAVED - 1),
         ("short rows", "longer rows", "whole", RECIPE_STEPS // 2, 1),
         ("stable", "branch", "planned", SAVED, 1),
-    ],
-    ids=["across a phase", "longer rows after a checkpoint", "a branch off a checkpoint"],
-)
-def test_what_goes_on_is_the_run_planned_so(
-    first: str, then: str, whole: str, stop: int, same: int, runs: tuple[Path, dict[str, Rows]]
-) -> None:
-    rows = runs[1]
-    assert rows[first][:same] == rows[whole][:same]
-    assert rows[then] == rows[whole][stop:]
-
-
-def test_deepspeed_steps_both_optimizers(runs: tuple[Path, dict[str, Rows]]) -> None:
-    stored = StoredTensors(runs[0] / "first" / f"iter_{SAVED:07d}", "optimizer")
+    ):
+        assert rows[first][:same] == rows[whole][:same], first
+        assert rows[then] == rows[whole][stop:], then
+    found = largest_differences(rows["in one go"], rows["whole"])
+    assert max(found.values()) <= 2e-5, found
+    stored = StoredTensors(folder / "first" / f"iter_{SAVED:07d}", "optimizer")  # DeepSpeed steps both optimizers
     kinds = Counter(name.partition("/")[0] for name in stored.names)
     assert kinds["momentum_buffer"] == 12 and kinds["exp_avg"] == kinds["exp_avg_sq"] > 12
     assert all(stored[name].abs().max() > 0 for name in stored.names if "embedding" in name or "momentum" in name)
-
-
-def test_accumulated_gradients_take_the_same_steps(runs: tuple[Path, dict[str, Rows]]) -> None:
-    found = largest_differences(runs[1]["in one go"], runs[1]["whole"])
-    assert max(found.values()) <= 2e-5, found
 
 
 def test_other_layouts_go_on_alike(runs: tuple[Path, dict[str, Rows]], flags: Flags) -> None:
@@ -350,87 +319,66 @@ def dictionary(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return read_notes(newest(folder))[1:]
 
 
-@pytest.fixture(scope="module")
-def one_process(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {}
-    for objective in ("mth", "electra"):
-        folders[objective] = tmp_path_factory.mktemp(objective)
-        start_ranks(flags(**COURSE, objective=objective, save=folders[objective])).check()
-    return folders
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NOTES_LAYOUTS)
-@pytest.mark.parametrize("objective", ["mth", "electra"])
-def test_notes_and_electra_in_every_layout_follow_one_process(
-    objective: str, name: str, one_process: dict[str, Path], flags: Flags, tmp_path: Path
-) -> None:
-    world_size, changes = NOTES_LAYOUTS[name]
-    start_ranks(flags(**COURSE, objective=objective, save=tmp_path, **changes), world_size=world_size).check()
-    rows, reference = training_rows(tmp_path), training_rows(one_process[objective])
-    assert len(rows) == 10 and ("rtd_loss" in rows[0]) == (objective == "electra")
+def test_notes_and_electra_in_every_layout_follow_one_process(flags: Flags, tmp_path: Path) -> None:
+    objectives = ("mth", "electra")
+    alone = train_runs(1, [flags(**COURSE, objective=each, save=tmp_path / each) for each in objectives])
+    expected = dict(zip(objectives, alone, strict=True))
+    for size in (2, 4):
+        layouts = {name: changes for name, (ranks, changes) in NOTES_LAYOUTS.items() if ranks == size}
+        cases = {(each, name): tmp_path / f"{each}, {name}" for each in objectives for name in layouts}
+        commands = [flags(**COURSE | layouts[name], objective=each, save=cases[each, name]) for each, name in cases]
+        for ((each, name), folder), rows in zip(cases.items(), train_runs(size, commands), strict=True):
+            assert len(rows) == 10 and ("rtd_loss" in rows[0]) == (each == "electra"), name
+            assert_near(rows, expected[each])
+            (words, notes), (expected_words, expected_notes) = dictionary(folder), dictionary(tmp_path / each)
+            assert len(words) > 50 and torch.equal(words, expected_words), name
+            torch.testing.assert_close(notes, expected_notes, rtol=1e-5, atol=1e-5)
+
+
+def assert_near(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
     for row, expected in zip(rows, reference, strict=True):
         assert row == {key: pytest.approx(value, rel=1e-5, abs=1e-5) for key, value in expected.items()}
-    words, notes = dictionary(tmp_path)
-    expected_words, expected_notes = dictionary(one_process[objective])
-    assert len(words) > 50 and torch.equal(words, expected_words)
-    torch.testing.assert_close(notes, expected_notes, rtol=1e-5, atol=1e-5)
 
 
-def test_notes_act_and_lambda_0_is_plain_training(one_process: dict[str, Path], flags: Flags, tmp_path: Path) -> None:
-    plain = {"train_iters": 10, "global_batch_size": 16, "zero_stage": 1}
-    start_ranks(flags(**plain, save=tmp_path / "plain")).check()
-    start_ranks(flags(**COURSE, notes_mix=0.0, save=tmp_path / "zero")).check()
-    expected = training_rows(tmp_path / "plain")
+def test_notes_act_lambda_0_is_plain_training_and_a_resumed_run_has_them_back(train: Train, tmp_path: Path) -> None:
+    noted, resumed = tmp_path / "noted", {**COURSE, "save": tmp_path / "parts", "load": tmp_path / "parts"}
+    train(**COURSE, save=noted)
+    expected = steps_of(train(train_iters=10, global_batch_size=16, zero_stage=1).rows)
+    train(**COURSE, notes_mix=0.0, save=tmp_path / "zero")
     assert training_rows(tmp_path / "zero") == expected
     assert len(dictionary(tmp_path / "zero")[0]) > 50
-    assert training_rows(one_process["mth"])[0] == expected[0], "there is nothing to read in the first step"
-    assert training_rows(one_process["mth"])[-1]["lm_loss"] != expected[-1]["lm_loss"]
+    assert training_rows(noted)[0] == expected[0], "there is nothing to read in the first step"
+    assert training_rows(noted)[-1]["lm_loss"] != expected[-1]["lm_loss"]
+    train(**resumed, exit_interval=5)
+    train(**resumed)
+    assert training_rows(tmp_path / "parts") == training_rows(noted)
+    assert all(map(torch.equal, dictionary(tmp_path / "parts"), dictionary(noted)))
+    error = refused("holds notes of", train, **COURSE | {"notes_min_count": 5}, save=noted, load=noted)  # other words
+    assert error.exit_code == FAILURE and "--notes-min-count" in str(error)
 
 
-def test_a_resumed_run_has_its_notes_back(one_process: dict[str, Path], flags: Flags, tmp_path: Path) -> None:
-    settings = {**COURSE, "save": tmp_path, "load": tmp_path}
-    start_ranks(flags(**settings, exit_interval=5)).check()
-    start_ranks(flags(**settings)).check()
-    assert training_rows(tmp_path) == training_rows(one_process["mth"])
-    for ours, theirs in zip(dictionary(tmp_path), dictionary(one_process["mth"]), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_notes_of_other_words_are_refused(one_process: dict[str, Path], flags: Flags) -> None:
-    other = COURSE | {"notes_min_count": 5}
-    result = start_ranks(flags(**other, save=one_process["mth"], load=one_process["mth"]))
-    assert result.exit_codes == [1]
-    assert "holds notes of" in result.stderr[0] and "--notes-min-count" in result.stderr[0]
-
-
-def test_an_older_electra_goes_on_in_its_own_layout(flags: Flags, tmp_path: Path) -> None:
+def test_an_older_electra_goes_on_in_its_own_layout(train: Train, flags: Flags, tmp_path: Path) -> None:
     """No flag says it: state.json lacks a key. A run from it, stopped and resumed, is the run never stopped."""
-    start_ranks(
-        flags(**COURSE, objective="electra", position_encoding="absolute", exit_interval=1, save=tmp_path / "now")
-    ).check()
+    electra = {**COURSE, "objective": "electra", "position_encoding": "absolute", "train_iters": 4}
+    train(**electra | {"train_iters": 10}, exit_interval=1, save=tmp_path / "now")
     config = load_config(tmp_path / "now").replace(objective={"generator_embeddings": "own"})
     torch.manual_seed(1)
     model = build_model(config.model, objective=config.objective)
     (tmp_path / "older").mkdir()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    path = save_weights_only(weights, config, tmp_path / "older")
+    path = checkpoint.save_weights_only(weights, config, tmp_path / "older")
     state = read_state(path)
     del state["config"]["objective"]["generator_embeddings"]
     write_state(path, state)
-    mark_latest(tmp_path / "older", path.name)
-    settings = {**COURSE, "objective": "electra", "position_encoding": "absolute", "train_iters": 4}
-    for name, load, changes in (
-        ("whole", "older", {}),
-        ("part", "older", {"exit_interval": 2}),
-        ("part", "part", TENSOR | {"sequence_parallel": True, "checkpoint_activations": True}),
-    ):
-        size = changes.get("tensor_model_parallel_size", 1)
-        folders = {"load": tmp_path / load, "save": tmp_path / name}
-        start_ranks(flags(**settings | changes, **folders), world_size=size).check()
-    rows, expected = training_rows(tmp_path / "part"), training_rows(tmp_path / "whole")
+    checkpoint.mark_latest(tmp_path / "older", path.name)
+    whole, part = {"load": tmp_path / "older", "save": tmp_path / "whole"}, tmp_path / "part"
+    train(**electra, **whole)
+    train(**electra, load=tmp_path / "older", save=part, exit_interval=2)
+    tensor = electra | TENSOR | {"sequence_parallel": True, "checkpoint_activations": True}
+    start_ranks(flags(**tensor, load=part, save=part), world_size=2).check()
+    rows, expected = training_rows(part), training_rows(tmp_path / "whole")
     assert len(rows) == 4 and rows[:2] == expected[:2]
-    for row, other in zip(rows, expected, strict=True):
-        assert row == {key: pytest.approx(value, rel=1e-5, abs=1e-5) for key, value in other.items()}
-    _, _, resumed = load_model(tmp_path / "part")
+    assert_near(rows, expected)
+    _, _, resumed = load_model(part)
     assert resumed.objective.generator_embeddings == "own"
