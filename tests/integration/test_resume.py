@@ -19,56 +19,47 @@ import torch
 
 from megatron_ddrp.checkpoint import all_checkpoints, load_model, mark_latest, newest, read_state, write_state
 from megatron_ddrp.data.preprocess.pipeline import preprocess
+from megatron_ddrp.errors import FAILURE
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.run import loop
-from megatron_ddrp.run.metrics import stored_gap
+from megatron_ddrp.run.metrics import read_rows, stored_gap
 from tests.conftest import TinyCorpus
 from tests.datasets import wordpiece_job
-from tests.integration.conftest import Flags
-from tests.integration.launch import Hold, Result, armed, lines, read_rows, run_program, start_ranks, training_rows
-from tests.integration.test_bad_input import assert_refused, contents
+from tests.integration.conftest import Flags, Told, Train
+from tests.integration.launch import Hold, Result, armed, lines, run_program, start_ranks, steps_of, training_rows
+from tests.integration.test_bad_input import contents, copied_dataset
+from tests.refusals import refused
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 STEPS = 6
 
 
-def arguments(flags: Flags, folder: Path, **changes: Any) -> list[str]:
-    """A run with dropout that both saves to and resumes from a folder."""
-    return flags(**{"train_iters": STEPS, "save": folder, "load": folder, **DROPOUT, **changes})
-
-
-def checkpoint_of(folder: Path) -> Path:
-    """The newest checkpoint, which must be there."""
-    path = newest(folder)
-    assert path
-    return path
+RUN = {"train_iters": STEPS, **DROPOUT}
 
 
 def assert_same_run(folder: Path, reference: Path) -> None:
     """Equal rows, none missing or twice, and equal weights, to the last bit."""
     assert [row["iteration"] for row in training_rows(folder)] == list(range(1, STEPS + 1))
     assert training_rows(folder) == training_rows(reference)
-    assert checkpoint_of(folder).name == checkpoint_of(reference).name == f"iter_{STEPS:07d}"
+    assert [newest(path) for path in (folder, reference)] == [x / f"iter_{STEPS:07d}" for x in (folder, reference)]
     (ours, _, _), (theirs, _, _) = load_model(folder), load_model(reference)
     for name, weight in theirs.named_parameters():
         assert torch.equal(ours.get_parameter(name), weight), name
 
 
 @pytest.fixture(scope="module")
-def undisturbed(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nobody stopped. How often a run saves or validates changes no row."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    start_ranks(arguments(flags, folder)).check()
+    train(**RUN, save=folder)
     return folder
 
 
-@pytest.mark.parametrize(
-    ("zero_stage", "ranks"), [(0, 1), (1, 1), (2, 1), (3, 1), pytest.param(1, 2, marks=pytest.mark.slow)]
-)
-def test_stopped_and_restarted(zero_stage: int, ranks: int, flags: Flags, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_stopped_and_restarted(ranks: int, flags: Flags, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    start_ranks(arguments(flags, whole, zero_stage=zero_stage), ranks).check()
-    command = arguments(flags, parts, zero_stage=zero_stage, exit_interval=STEPS // 2)
+    start_ranks(flags(**RUN, save=whole), ranks).check()
+    command = flags(**RUN, save=parts, load=parts, exit_interval=STEPS // 2)
     first = start_ranks(command, ranks).check()
     assert "holds no checkpoint: starting afresh" in first.stdout[0]
     assert [row["iteration"] for row in training_rows(parts)] == list(range(1, STEPS // 2 + 1))
@@ -77,61 +68,61 @@ def test_stopped_and_restarted(zero_stage: int, ranks: int, flags: Flags, tmp_pa
     assert_same_run(parts, whole)
 
 
-def test_data_that_changed_since_the_checkpoint_are_told(flags: Flags, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_stopped_and_restarted_in_this_process(zero_stage: int, train: Train, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(**RUN, zero_stage=zero_stage, save=whole)
+    for _ in range(2):
+        train(**RUN, zero_stage=zero_stage, save=parts, load=parts, exit_interval=STEPS // 2)
+    assert_same_run(parts, whole)
+
+
+def test_data_that_changed_since_the_checkpoint_are_told(told: Told, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
     """Reordered documents change the sum of a dataset. Without a manifest only the sizes are compared."""
-    prefix, text = tmp_path / "data", Path(tiny_corpus.prefix)
-    for suffix in (".bin", ".idx", ".json"):
-        shutil.copyfile(f"{text}{suffix}", f"{prefix}{suffix}")
-    command = arguments(flags, tmp_path / "run", data_path=prefix, exit_interval=2)
+    prefix = copied_dataset(tiny_corpus, tmp_path, ".bin", ".idx", ".json")
+    run = {"save": tmp_path / "run", "load": tmp_path / "run", "data_path": prefix, "exit_interval": 2, **RUN}
 
-    def told() -> list[str]:
-        lines = start_ranks(command).check().stdout[0].splitlines()
-        return [line for line in lines if line.startswith(f"data {prefix}: another content")]
+    def changed(**changes: Any) -> list[str]:
+        return [x for x in told(**run | changes).splitlines() if x.startswith(f"data {prefix}: another content")]
 
-    assert told() == told() == []
+    assert changed() == changed() == []
     shuffle = ["dataset", "shuffle", prefix, "--output-prefix", prefix, "--overwrite", "--seed", "3"]
     assert run_program("megatron_ddrp", *shuffle).returncode == 0
-    (line,) = told()
+    (line,) = changed()
     before, after = re.findall(r"documents, [\d,]+ tokens, SHA-256 ([0-9a-f]{12})", line)
     assert before != after and "validation text may have been trained on" in line
     Path(f"{prefix}.json").unlink()
-    command += ["--vocab-file", str(tiny_corpus.vocab_file), "--train-iters", "8"]
-    assert told() == []
+    assert changed(train_iters=8) == []
 
 
-def test_stopped_between_two_logged_steps(flags: Flags, tmp_path: Path) -> None:
+def test_stopped_between_two_logged_steps(train: Train, tmp_path: Path) -> None:
     """The sums since the last row are in the checkpoint."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    every = {"log_interval": 10, "train_iters": 20}
-    start_ranks(arguments(flags, whole, **every)).check()
+    every = RUN | {"log_interval": 10, "train_iters": 20}
     for _ in range(2):
-        start_ranks(arguments(flags, parts, **every, exit_interval=15)).check()
-    assert [row["iteration"] for row in training_rows(parts)] == [1, 10, 20]
-    assert training_rows(parts) == training_rows(whole)
+        train(**every, save=tmp_path, load=tmp_path, exit_interval=15)
+    assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 10, 20]
+    assert training_rows(tmp_path) == steps_of(train(**every).rows)
 
 
-def test_dropout_is_on_in_every_step(undisturbed: Path, flags: Flags, tmp_path: Path) -> None:
+def test_validating_and_saving_change_nothing_and_dropout_is_on(
+    undisturbed: Path, train: Train, tmp_path: Path
+) -> None:
     """Else the tests above would prove nothing about it."""
-    start_ranks(arguments(flags, tmp_path, hidden_dropout=0.0, attention_dropout=0.0)).check()
-    for ours, theirs in zip(training_rows(undisturbed), training_rows(tmp_path), strict=True):
+    train(**RUN, save=tmp_path, eval_interval=1, eval_iters=2, save_interval=2)
+    assert_same_run(tmp_path, undisturbed)
+    assert sum("valid_lm_loss" in row for row in read_rows(tmp_path)) == STEPS
+    for ours, theirs in zip(training_rows(undisturbed), steps_of(train(train_iters=STEPS).rows), strict=True):
         assert ours["lm_loss"] != theirs["lm_loss"]
 
 
-def test_validation_and_saving_leave_the_run_alone(undisturbed: Path, flags: Flags, tmp_path: Path) -> None:
-    start_ranks(arguments(flags, tmp_path, eval_interval=1, eval_iters=2, save_interval=2)).check()
-    assert_same_run(tmp_path, undisturbed)
-    assert sum("valid_lm_loss" in row for row in read_rows(tmp_path)) == STEPS
-
-
 def test_killed_after_a_checkpoint(undisturbed: Path, flags: Flags, tmp_path: Path) -> None:
-    killed = tmp_path / "killed"
-    command = arguments(flags, killed, save_interval=4)
+    command = flags(**RUN, save=tmp_path, load=tmp_path, save_interval=4)
     assert start_ranks(command, before=armed("step.logged=SIGKILL@5")).exit_codes == [-signal.SIGKILL]
-    assert [row["iteration"] for row in training_rows(killed)] == [1, 2, 3, 4, 5]
-    with (killed / "metrics.jsonl").open("a", encoding="utf-8") as stream:
+    assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3, 4, 5]
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as stream:
         stream.write('{"iteration": 6, "lo')  # the row that the kill cut off
     assert "at step 4" in start_ranks(command).check().stdout[0]
-    assert_same_run(killed, undisturbed)
+    assert_same_run(tmp_path, undisturbed)
 
 
 LAST_WHOLE = {"checkpoint.tensors": 2, "checkpoint.renamed": 2, "checkpoint.moved_away": 2, "checkpoint.latest": 4}
@@ -140,43 +131,43 @@ LAST_WHOLE = {"checkpoint.tensors": 2, "checkpoint.renamed": 2, "checkpoint.move
 
 def test_killed_at_each_point_of_a_save(undisturbed: Path, flags: Flags, tmp_path: Path) -> None:
     """With the weights and without the optimizer's state, around the renaming, and before older checkpoints go."""
-    killed = tmp_path / "killed"
-    command = arguments(flags, killed, save_interval=2)
+    command = flags(**RUN, save=tmp_path, load=tmp_path, save_interval=2)
     for name, last in LAST_WHOLE.items():
         ended = start_ranks(command, before=armed(f"{name}=SIGKILL@4"))
         assert ended.exit_codes == [-signal.SIGKILL], name
-        assert checkpoint_of(killed).name == f"iter_{last:07d}", name
-    assert list(killed.glob("iter_*.tmp"))
+        assert newest(tmp_path) == tmp_path / f"iter_{last:07d}", name
+    assert list(tmp_path.glob("iter_*.tmp"))
     assert "at step 4" in start_ranks(command).check().stdout[0]
-    assert_same_run(killed, undisturbed)
-    assert not list(killed.glob("*.tmp")), "leftovers of the killed run stay for ever"
+    assert_same_run(tmp_path, undisturbed)
+    assert not list(tmp_path.glob("*.tmp")), "leftovers of the killed run stay for ever"
 
 
-def test_a_finished_run_started_again_changes_nothing_and_goes_on_under_more_steps(run: Path, flags: Flags) -> None:
-    command = flags(save=run, load=run, train_iters=3)
-    rows, state = read_rows(run), read_state(checkpoint_of(run))
-    start_ranks(command).check()
-    assert read_rows(run) == rows and read_state(checkpoint_of(run)) == state
-    start_ranks([*command, "--train-iters", 5]).check()
+def test_a_finished_run_started_again_changes_nothing_and_goes_on_under_more_steps(run: Path, train: Train) -> None:
+    def state() -> dict[str, Any]:
+        return read_state(newest(run))  # type: ignore[arg-type]
+
+    rows, before = read_rows(run), state()
+    train(save=run, load=run, train_iters=3)
+    assert read_rows(run) == rows and state() == before
+    train(save=run, load=run, train_iters=5)
     assert [row["iteration"] for row in training_rows(run)] == [1, 2, 3, 4, 5]
-    assert read_state(checkpoint_of(run))["consumed_samples"] == 5 * 8
+    assert state()["consumed_samples"] == 5 * 8
 
 
-def test_loading_from_another_folder_leaves_it_alone(run: Path, flags: Flags, tmp_path: Path) -> None:
-    before, target = contents(run), tmp_path / "target"
-    start_ranks(flags(save=target, load=run, train_iters=5)).check()
-    assert [row["iteration"] for row in training_rows(target)] == [4, 5]
-    assert contents(run) == before
+def test_loading_from_another_folder_leaves_it_alone(three_steps: Path, train: Train, tmp_path: Path) -> None:
+    before = contents(three_steps)
+    train(save=tmp_path, load=three_steps, train_iters=5)
+    assert [row["iteration"] for row in training_rows(tmp_path)] == [4, 5]
+    assert contents(three_steps) == before
 
 
-def test_changed_settings_are_told_at_a_resume(flags: Flags, tmp_path: Path) -> None:
-    start_ranks(flags(save=tmp_path, exit_interval=1)).check()
+def test_changed_settings_are_told_at_a_resume(told: Told, tmp_path: Path) -> None:
+    told(save=tmp_path, exit_interval=1)
     changes = {"lr": 2e-3, "mask_prob": 0.2, "save_interval": 3, "exit_interval": 2}
-    said = start_ranks(flags(save=tmp_path, load=tmp_path, **changes)).check().stdout[0].splitlines()
+    said = told(save=tmp_path, load=tmp_path, **changes).splitlines()
     place = said.index(f"resumed from {tmp_path} at step 1")
     assert [line for line in said[:place] if " → " in line] == ["--mask-prob: 0.15 → 0.2", "--lr: 0.001 → 0.002"]
-    again = start_ranks(flags(save=tmp_path, load=tmp_path, **changes, log_interval=9)).check().stdout[0]
-    assert " → " not in again
+    assert " → " not in told(save=tmp_path, load=tmp_path, **changes, log_interval=9)
 
 
 def interrupted(arguments: list[str], times: int) -> Result:
@@ -184,17 +175,26 @@ def interrupted(arguments: list[str], times: int) -> Result:
     return start_ranks(arguments, None, before=armed(",".join(["step.logged=SIGINT@3"] * times)))
 
 
-def test_one_interrupt_saves_and_the_same_command_resumes(flags: Flags, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    start_ranks(flags(save=whole)).check()
-    command = flags(save=parts, load=parts)
+def test_one_interrupt_saves_to_resume_from_and_two_end_at_once(train: Train, flags: Flags, tmp_path: Path) -> None:
+    command = flags(save=tmp_path, load=tmp_path, save_interval=2)
+    for _ in range(2):  # without saving
+        ended = interrupted(command, 2)
+        assert ended.exit_codes == [130]
+        assert ended.stderr[0].splitlines()[1:] == ["pretrain_bert.py: error: interrupted"]
+        assert newest(tmp_path) == tmp_path / "iter_0000002"
     ended = interrupted(command, 1)
     assert ended.exit_codes == [75], ended.stderr
     assert ended.stderr == ["SIGINT: stopping after this step; once more ends at once, without saving\n"]
     assert "stopped at step 3 by SIGINT\n" in ended.stdout[0]
-    assert checkpoint_of(parts).name == "iter_0000003"
+    assert newest(tmp_path) == tmp_path / "iter_0000003"
     start_ranks(command).check()
-    assert training_rows(parts) == training_rows(whole)
+    assert training_rows(tmp_path) == steps_of(train().rows)
+
+
+def test_without_a_folder_it_says_that_nothing_is_saved(flags: Flags) -> None:
+    ended = interrupted(flags(), 1)
+    assert ended.exit_codes == [75]
+    assert "stopped at step 3 by SIGINT; nothing is saved without --save" in ended.stdout[0]
 
 
 def signal_late(number: signal.Signals) -> None:
@@ -208,10 +208,15 @@ def after_a_signal(number: signal.Signals, call: Callable[..., Any], *arguments:
     return call(*arguments)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
-def test_a_signal_after_the_last_step_changes_nothing(number: signal.Signals, flags: Flags, tmp_path: Path) -> None:
-    ended = start_ranks(flags(save=tmp_path), 1, before=functools.partial(signal_late, number)).check()
-    assert ended.exit_codes == [0]
+LATE = {
+    number.name: functools.partial(signal_late, number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+}
+LATE["SIGTERM in the last step"] = armed("step.logged=SIGTERM@5")
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_a_signal_in_the_last_step_or_after_it_changes_nothing(late: str, flags: Flags, tmp_path: Path) -> None:
+    start_ranks(flags(save=tmp_path), before=LATE[late]).check()
     assert (tmp_path / "exit_code").read_text() == "0\n" and not (tmp_path / "lock").exists()
 
 
@@ -223,69 +228,54 @@ def signal_early(number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_signal_before_the_first_step_ends_all_ranks_there(
-    number: signal.Signals, flags: Flags, tmp_path: Path
-) -> None:
+def test_a_signal_before_the_first_step_ends_all_ranks_there(flags: Flags, tmp_path: Path) -> None:
     command = flags(save=tmp_path, load=tmp_path)
-    ended = start_ranks(command, 2, before=functools.partial(signal_early, number))
-    assert ended.exit_codes == [75, 75], ended.stderr
-    assert f"stopped at step 0 by {number.name}\n" in ended.stdout[0]
-    assert (tmp_path / "exit_code").read_text() == "75\n" and newest(tmp_path) is None
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        ended = start_ranks(command, 2, before=functools.partial(signal_early, number))
+        assert ended.exit_codes == [75, 75], ended.stderr
+        assert f"stopped at step 0 by {number.name}\n" in ended.stdout[0]
+        assert (tmp_path / "exit_code").read_text() == "75\n" and newest(tmp_path) is None
     start_ranks(command, 2).check()
     assert (tmp_path / "exit_code").read_text() == "0\n"
 
 
-def lose_the_readers(number: signal.Signals) -> None:
-    """Let the system refuse all output, as after the end of a terminal or a login node, and signal at step three."""
+def lose_the_readers(number: signal.Signals, step: int) -> None:
+    """Let the system refuse all output, as after the end of a terminal or a login node, and signal at a step."""
     reader, writer = os.pipe()
     os.close(reader)
     for stream in (1, 2):
         os.dup2(writer, stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    armed(f"step.logged={number.name}@3")()
+    armed(f"step.logged={number.name}@{step}")()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_ranks_whose_output_nobody_reads_save(number: signal.Signals, flags: Flags, tmp_path: Path) -> None:
+def test_ranks_whose_output_nobody_reads_save(flags: Flags, tmp_path: Path) -> None:
     command = flags(save=tmp_path, load=tmp_path, objective="mlm")  # which a line says has settings without effect
-    ended = start_ranks(command, 2, functools.partial(lose_the_readers, number))
-    assert ended.exit_codes == [75, 75]
-    assert (tmp_path / "exit_code").read_text() == "75\n"
-    assert newest(tmp_path) == tmp_path / "iter_0000003"
+    for step, number in ((2, signal.SIGTERM), (3, signal.SIGHUP)):
+        ended = start_ranks(command, 2, functools.partial(lose_the_readers, number, step))
+        assert ended.exit_codes == [75, 75]
+        assert (tmp_path / "exit_code").read_text() == "75\n"
+        assert newest(tmp_path) == tmp_path / f"iter_{step:07d}"
     assert f"resumed from {tmp_path} at step 3" in start_ranks(command, 2).check().stdout[0]
     assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-def test_two_interrupts_end_at_once(flags: Flags, tmp_path: Path) -> None:
-    ended = interrupted(flags(save=tmp_path, save_interval=2), 2)
-    assert ended.exit_codes == [130]
-    assert ended.stderr[0].splitlines()[1:] == ["pretrain_bert.py: error: interrupted"]
-    assert checkpoint_of(tmp_path).name == "iter_0000002"
-
-
-def test_without_a_folder_it_says_that_nothing_is_saved(flags: Flags) -> None:
-    ended = interrupted(flags(), 1)
-    assert ended.exit_codes == [75]
-    assert "stopped at step 3 by SIGINT; nothing is saved without --save" in ended.stdout[0]
-
-
-def told(stdout: str) -> list[str]:
+def notices(stdout: str) -> list[str]:
     """The notices before the first step."""
     return [line for line in stdout.splitlines() if " latest" in line or "/latest" in line or "skipped" in line]
 
 
 @pytest.mark.slow
-def test_a_damaged_latest_never_begins_afresh(run: Path, flags: Flags) -> None:
+def test_a_damaged_latest_never_begins_afresh(run: Path, train: Train, flags: Flags) -> None:
     """tests/unit/test_checkpoint.py knows all that it may hold."""
     (run / "latest").write_bytes(b"\xff\xfe\n")
     before = contents(run)
-    assert_refused(start_ranks(flags(save=run, train_iters=4)), 1, "holds a run already")
+    assert refused("holds a run already", train, save=run, train_iters=4).exit_code == FAILURE
     assert contents(run) == before
     rows = training_rows(run)
     result = start_ranks(flags(save=run, load=run, train_iters=4, keep_last=2), world_size=2).check()
-    (line,) = told(result.stdout[0])
+    (line,) = notices(result.stdout[0])
     assert "taking the newest whole checkpoint" in line
     assert f"resumed from {run} at step 3" in result.stdout[0]
     assert training_rows(run)[:3] == rows and len(training_rows(run)) == 4
@@ -298,20 +288,9 @@ def test_two_ranks_pass_a_damaged_state_over_together(run: Path, flags: Flags) -
     state = json.loads(path.read_text(encoding="utf-8")) | {"consumed_samples": 5}
     path.write_text(json.dumps(state), encoding="utf-8")
     result = start_ranks(flags(save=run, load=run, train_iters=4), world_size=2).check()
-    (line,) = told(result.stdout[0])
+    (line,) = notices(result.stdout[0])
     assert line.startswith(f"skipped {run / 'iter_0000003'}: state.json is damaged (CRC-32 ")
     assert "at step 2" in result.stdout[0] and [lines(stderr) for stderr in result.stderr] == [[], []]
-
-
-def test_a_damaged_row_does_not_take_the_others_with_it(run: Path, flags: Flags) -> None:
-    file = run / "metrics.jsonl"
-    first, *others = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(first + b"\xff\xfe{\n" + b"".join(others))
-    rows = [json.loads(line) for line in (first, *others)]
-    result = start_ranks(flags(save=run, load=run, train_iters=4)).check()
-    assert "metrics.jsonl: moved 1 damaged line to metrics.jsonl.damaged\n" in result.stdout[0]
-    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][:3] == rows
-    assert (run / "metrics.jsonl.damaged").read_bytes() == b"\xff\xfe{\n"
 
 
 def changed_at_step_three(words: list[str], ranks: int, change: Callable[[], object]) -> Result:
@@ -358,18 +337,16 @@ def test_a_folder_that_became_a_file_ends_the_run_with_a_line(flags: Flags, tmp_
 
 
 @pytest.mark.slow
-def test_resuming_passes_step_ten_million(run: Path, flags: Flags) -> None:
+def test_resuming_passes_step_ten_million(run: Path, train: Train) -> None:
     """`iter_10000000` comes after `iter_9999999`, though its text does not."""
-    path = run / "iter_0000003"
-    state = read_state(path)
-    path.rename(run / "iter_9999999")
-    write_state(run / "iter_9999999", state | {"iteration": 9_999_999})
+    (run / "iter_0000003").rename(run / "iter_9999999")
+    write_state(run / "iter_9999999", read_state(run / "iter_9999999") | {"iteration": 9_999_999})
     mark_latest(run, "iter_9999999")
-    command = flags(save=run, load=run, train_iters=10_000_001, save_interval=1, keep_last=2, exit_interval=10_000_000)
-    start_ranks(command).check()
+    command = {"save": run, "load": run, "train_iters": 10_000_001, "keep_last": 2}
+    train(**command, save_interval=1, exit_interval=10_000_000)
     assert [path.name for path in all_checkpoints(run)] == ["iter_10000000", "iter_9999999"]
     assert newest(run) == run / "iter_10000000"
-    start_ranks(flags(save=run, load=run, train_iters=10_000_001, keep_last=2)).check()
+    train(**command)
     assert [path.name for path in all_checkpoints(run)] == ["iter_10000001", "iter_10000000"]
 
 
@@ -383,35 +360,34 @@ def second(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) ->
     return str(preprocess(job).prefixes[0])
 
 
-KINDS = ("valid", "other")
-
-
-def blend(flags: Flags, first: object, second: str, **changes: object) -> list[str]:
+def blend(first: object, second: str, **changes: Any) -> dict[str, Any]:
     """A run whose training data are two parts of the first corpus to one of the second."""
-    own = flags(data_path=None, split=None, eval_interval=4, eval_iters=2, packing=True, masking="ngram", **changes)
-    held_out = (f"--{name}-data-path={second}" for name in KINDS)
-    return [*own, "--train-data-path", "2", str(first), "1", second, *held_out]
+    data = {"train_data_path": ("2", str(first), "1", second), "valid_data_path": second, "other_data_path": second}
+    own = {"data_path": None, "split": None, "eval_interval": 4, "eval_iters": 2, "packing": True, "masking": "ngram"}
+    return own | data | changes
 
 
 def test_a_resumed_blend_is_the_run_never_stopped(
-    tiny_corpus: TinyCorpus, second: str, flags: Flags, tmp_path: Path
+    tiny_corpus: TinyCorpus, second: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for folder, stops in (("whole", [None]), ("resumed", [3, None])):
-        for stop in stops:
-            run = {"save": tmp_path / folder, "load": tmp_path / folder, "train_iters": 6, "exit_interval": stop}
-            result = start_ranks(blend(flags, tiny_corpus.prefix, second, **run)).check()
-    assert "66.67% " in result.stdout[0] and second in result.stdout[0]
-    assert training_rows(tmp_path / "resumed") == training_rows(tmp_path / "whole")
-    validations = [[row for row in read_rows(tmp_path / f) if "valid_lm_loss" in row] for f in ("whole", "resumed")]
+    run = blend(tiny_corpus.prefix, second, train_iters=6)
+    whole = train(**run).rows
+    resumed = [row for stop in (3, None) for row in train(**run, save=tmp_path, load=tmp_path, exit_interval=stop).rows]
+    said = capsys.readouterr().out
+    assert "66.67% " in said and second in said
+    assert steps_of(resumed) == steps_of(whole)
+    validations = [[row for row in rows if "valid_lm_loss" in row] for rows in (whole, resumed)]
     assert validations[0] == validations[1] and len(validations[0]) == 2
     assert all(row["other_lm_loss"] == row["valid_lm_loss"] for row in validations[0])
 
 
 @pytest.mark.slow
-def test_two_ranks_see_the_blend_of_one(tiny_corpus: TinyCorpus, second: str, flags: Flags, tmp_path: Path) -> None:
-    for ranks in (1, 2):
-        start_ranks(blend(flags, tiny_corpus.prefix, second, save=tmp_path / str(ranks)), ranks).check()
-    one, two = training_rows(tmp_path / "1"), training_rows(tmp_path / "2")
+def test_two_ranks_see_the_blend_of_one(
+    tiny_corpus: TinyCorpus, second: str, train: Train, flags: Flags, tmp_path: Path
+) -> None:
+    run = blend(tiny_corpus.prefix, second)
+    start_ranks(flags(**run, save=tmp_path), 2).check()
+    one, two = steps_of(train(**run).rows), training_rows(tmp_path)
     assert len(one) == len(two) == 5
     for row, expected in zip(two, one, strict=True):
         assert row["consumed_tokens"] == expected["consumed_tokens"]
