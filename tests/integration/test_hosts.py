@@ -9,13 +9,12 @@ import functools
 import ipaddress
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,8 @@ from megatron_ddrp.parallel.rendezvous import listen
 from megatron_ddrp.run import run_folder
 from megatron_ddrp.run.metrics import read_rows
 from tests.integration.conftest import Flags
-from tests.integration.hosts import INTERFACE, Host, ip, missing
-from tests.integration.launch import (
-    SCRIPT,
-    TIMEOUT,
-    Hold,
-    Result,
-    armed,
-    command_of_process,
-    free_port,
-    lines,
-    start_ranks,
-    training_rows,
-)
+from tests.integration.hosts import INTERFACE, Host
+from tests.integration.launch import SCRIPT, TIMEOUT, Hold, Result, armed, free_port, lines, start_ranks, training_rows
 
 SECONDS = 12
 """Time that ranks get to meet, where nothing but waiting can show that one will not come."""
@@ -93,63 +81,40 @@ def meet_in_vain(flags: Flags, ranks: int, before: Callable[[], None], **meanwhi
     return start_ranks(words, ranks, before=before, timeout=5 * SECONDS + 60, **meanwhile)
 
 
-@pytest.fixture(scope="module")
-def found(flags: Flags) -> dict[str, Result]:
-    """Results of the ranks of `VAIN`, which all wait at the same time: each is started while the one before it runs."""
-    results = {}
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named_by_those_that_wait(flags: Flags) -> None:
+    """All groups wait at the same time: each is started while the one before it runs."""
+    found = {}
 
     def meet_all(names: list[str]) -> None:
         if names:
             name, *others = names
-            results[name] = meet_in_vain(flags, *VAIN[name], during=lambda _: meet_all(others))
+            found[name] = meet_in_vain(flags, *VAIN[name], during=lambda _: meet_all(others))
 
     meet_all(list(VAIN))
-    return results
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named(found: dict[str, Result]) -> None:
     line = line_of(found["without rank 1"], 0)
     assert "rank 1 did not come within 0.2 minutes (--distributed-timeout-minutes); the others are on " in line
     assert "look above for ssh's" in line and "port" not in line
     assert "waiting for rank 1 …" in found["without rank 1"].stdout[0]
 
-
-@pytest.mark.slow
-def test_rank_0_that_does_not_come_is_named(found: dict[str, Result]) -> None:
     line = line_of(found["without rank 0"], 1)
-    assert re.search(
-        r"rank 1 \(host .*\) cannot meet .*: Connection refused; rank 0 did not come, has another --master_addr", line
-    )
+    away = "Connection refused; rank 0 did not come, has another --master_addr"
+    assert re.search(rf"rank 1 \(host .*\) cannot meet .*: {away}", line)
     assert re.search(r"waiting for rank 0 at 127.0.0.1:\d+ …", found["without rank 0"].stdout[1])
 
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_while_they_connect(found: dict[str, Result]) -> None:
-    killed = found["killed"]
+    killed = found["killed"]  # while they connect
     assert killed.exit_codes == [1, -signal.SIGKILL], killed.stderr
     [line] = lines(killed.stderr[0])
     assert re.search("rank 0 (cannot meet|could not connect to)", line) and "port" not in line
 
-
-@pytest.mark.slow
-def test_each_rank_that_waits_names_the_missing_one(found: dict[str, Result]) -> None:
-    """Rank 0, which hosts their meeting place, leaves it last."""
-    waiting = found["without rank 2"]
+    waiting = found["without rank 2"]  # rank 0, which hosts their meeting place, leaves it last
     assert waiting.exit_codes == [1, 1, 0], waiting.stderr
     assert "rank 2 did not come within 0.2 minutes" in line_of(waiting, 0)
     assert waiting.stderr[1] == "", "ranks of one host print once"
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_that_is_not_known(rank: int, found: dict[str, Result]) -> None:
-    line = line_of(found[f"rank {rank} at no address"], rank)
-    assert re.search(r"nowhere.invalid:\d+: .*[Nn]ame.*; give --master_addr \(MASTER_ADDR\) a name", line)
-
-
-@pytest.mark.slow
-def test_an_address_of_another_host(found: dict[str, Result]) -> None:
+    for rank in (0, 1):
+        line = line_of(found[f"rank {rank} at no address"], rank)
+        assert re.search(r"nowhere.invalid:\d+: .*[Nn]ame.*; give --master_addr \(MASTER_ADDR\) a name", line)
     line = line_of(found["at another host's address"], 0)
     assert re.search(r"192.0.2.1:\d+: .*; --master_addr \(MASTER_ADDR\) must be an address of this host", line)
 
@@ -215,13 +180,6 @@ LONG_RUN = {"train_iters": 60, "save_interval": 4, "keep_last": 2, "distributed_
 STEPS_BEFORE_DEATH = 6
 
 
-def write_hostfile(hosts: tuple[Host, Host], folder: Path) -> Path:
-    """One rank a host."""
-    path = folder / "hostfile"
-    path.write_text("".join(f"{host.address} slots=1\n" for host in hosts), encoding="utf-8")
-    return path
-
-
 def wait_for_step(step: int, folder: Path, running: subprocess.Popen[bytes], output: Path) -> None:
     """Until a run has written that step's row."""
     end = time.monotonic() + TIMEOUT
@@ -230,30 +188,19 @@ def wait_for_step(step: int, folder: Path, running: subprocess.Popen[bytes], out
         time.sleep(0.05)
 
 
-def assert_ends_as_undisturbed(folder: Path, flags: Flags, whole: Path) -> None:
-    """Each step once, with the numbers of a run that nobody disturbed."""
-    start_ranks(flags(save=whole, **LONG_RUN), 2).check()
-    rows = training_rows(folder)
-    assert [row["iteration"] for row in rows] == list(range(1, LONG_RUN["train_iters"] + 1))
-    assert rows == training_rows(whole)
-
-
 @pytest.mark.slow
 def test_a_host_vanishes_and_the_run_resumes(hosts: tuple[Host, Host], flags: Flags, tmp_path: Path) -> None:
-    """Each host is given its own command, as schedulers do where hosts cannot reach each other by ssh. The ranks that
-    resume are forks."""
-    hostfile, save = write_hostfile(hosts, tmp_path), tmp_path / "run"
+    """Each host is given its own command, as schedulers do where hosts cannot reach each other by ssh (which
+    tests/cluster has). The ranks that resume are forks."""
+    hostfile, save = tmp_path / "hostfile", tmp_path / "run"
+    hostfile.write_text("".join(f"{host.address} slots=1\n" for host in hosts), encoding="utf-8")
     outputs = [tmp_path / host.name for host in hosts]
-
     where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(free_port())}
     launcher = [BIN / "deepspeed", "--hostfile", hostfile, "--no_ssh", "--master_addr", where["MASTER_ADDR"]]
+    launcher += ["--master_port", where["MASTER_PORT"], "--node_rank"]
     arguments = flags(save=save, load=save, **LONG_RUN)
     running = [
-        host.start(
-            [*launcher, "--master_port", where["MASTER_PORT"], "--node_rank", number, SCRIPT, *arguments],
-            output,
-            PATH=PATH,
-        )
+        host.start([*launcher, number, SCRIPT, *arguments], output, PATH=PATH)
         for number, (host, output) in enumerate(zip(hosts, outputs, strict=True))
     ]
     wait_for_step(STEPS_BEFORE_DEATH, save, running[0], outputs[0])
@@ -266,69 +213,10 @@ def test_a_host_vanishes_and_the_run_resumes(hosts: tuple[Host, Host], flags: Fl
     hosts[1].come_back()
     before = functools.partial(enter, hosts, GLOO_SOCKET_IFNAME=INTERFACE, **where)
     assert f"resumed from {save} at step " in start_ranks(arguments, 2, before=before).check().stdout[0]
-    assert_ends_as_undisturbed(save, flags, tmp_path / "whole")
-
-
-@pytest.fixture
-def ssh(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An sshd on each host that lets us in by a key of its own, and the variables with which pdsh finds it."""
-    reason = missing("sshd", "ssh-keygen", "pdsh")
-    if reason:
-        pytest.skip(reason)
-    tmp_path.chmod(0o700)
-    for name in ("host_key", "user_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
-    Path("/run/sshd").mkdir(exist_ok=True)  # which sshd insists on
-    settings = {
-        "HostKey": tmp_path / "host_key",
-        "AuthorizedKeysFile": tmp_path / "user_key.pub",
-        "PermitRootLogin": "yes",
-        "StrictModes": "no",  # of the folders above, which are everybody's
-        "PidFile": "none",
-    }
-    (tmp_path / "sshd_config").write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
-    sshd = shutil.which("sshd", path=PATH)
-    servers = [host.start([sshd, "-D", "-e", "-f", tmp_path / "sshd_config"], tmp_path / "sshd") for host in hosts]
-    options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "ConnectionAttempts=10")
-    words = ["-i", str(tmp_path / "user_key"), *(word for option in options for word in ("-o", option))]
-    yield {"PATH": PATH, "PDSH_SSH_ARGS_APPEND": " ".join(words)}
-    for server in servers:
-        server.kill()
-        server.wait()
-
-
-@pytest.mark.slow
-def test_a_host_dies_and_deepspeed_over_ssh_goes_on(
-    hosts: tuple[Host, Host], ssh: dict[str, str], flags: Flags, tmp_path: Path
-) -> None:
-    """One command on the first host starts the ranks of both."""
-    hostfile, save, output = write_hostfile(hosts, tmp_path), tmp_path / "run", tmp_path / "output"
-    kept = ("GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1", "DS_ACCELERATOR=cpu", "CUDA_VISIBLE_DEVICES=")
-    (tmp_path / ".deepspeed_env").write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-
-    def start() -> subprocess.Popen[bytes]:
-        launcher = [BIN / "deepspeed", "--hostfile", hostfile, "--no_ssh_check", "--master_addr", hosts[0].address]
-        arguments = [SCRIPT, *flags(save=save, load=save, **LONG_RUN)]
-        return hosts[0].start([*launcher, "--master_port", free_port(), *arguments], output, **ssh)
-
-    running = start()
-    wait_for_step(STEPS_BEFORE_DEATH, save, running, output)
-    for pid in pids_of_ranks(hosts[1], save):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert running.wait(TIMEOUT) != 0
-    text = output.read_text(encoding="utf-8")
-    assert "layout: 2 ranks on cpu" in text
-    assert text.count("rank 0 lost another rank: ") == 1 and "Traceback" not in text
-    assert start().wait(TIMEOUT) == 0, output.read_text(encoding="utf-8")
-    assert f"resumed from {save} at step " in output.read_text(encoding="utf-8")
-    assert_ends_as_undisturbed(save, flags, tmp_path / "whole")
-
-
-def pids_of_ranks(host: Host, save: Path) -> list[int]:
-    """The training processes there and what started them, but not the sshd, which comes back before they do."""
-    pids = [int(pid) for pid in ip("netns", "pids", host.name).split()]
-    return [pid for pid in pids if str(save).encode() in command_of_process(pid)]
+    start_ranks(flags(save=tmp_path / "whole", **LONG_RUN), 2).check()
+    rows = training_rows(save)
+    assert [row["iteration"] for row in rows] == list(range(1, LONG_RUN["train_iters"] + 1))
+    assert rows == training_rows(tmp_path / "whole")
 
 
 LISTENS = "0A"
@@ -339,8 +227,9 @@ def listening(pid: int) -> list[str]:
     """Addresses at which a process listens, from what the kernel says."""
     links = [_link(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
     own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
-    rows = [line.split() for table in ("tcp", "tcp6") for line in _table(table)]
-    return [str(_address(row[1].split(":")[0])) for row in rows if row[3] == LISTENS and row[9] in own]
+    tables = [path for path in map(Path, ("/proc/self/net/tcp", "/proc/self/net/tcp6")) if path.exists()]
+    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+    return [_address(row[1].split(":")[0]) for row in rows if row[3] == LISTENS and row[9] in own]
 
 
 def _link(descriptor: Path) -> str:
@@ -350,15 +239,10 @@ def _link(descriptor: Path) -> str:
     return ""
 
 
-def _table(name: str) -> list[str]:
-    path = Path(f"/proc/self/net/{name}")
-    return path.read_text().splitlines()[1:] if path.exists() else []
-
-
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def _address(text: str) -> str:
     """An address as /proc has it, words of four bytes in the machine's order."""
     words = [bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8)]
-    return ipaddress.ip_address(b"".join(words))
+    return str(ipaddress.ip_address(b"".join(words)))
 
 
 def addresses(flags: Flags, folder: Path, ranks: int, **settings: object) -> list[list[str]]:
