@@ -44,6 +44,10 @@ PATH = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
 """A user's, with the environment active: the launchers start `python` by name."""
 
 
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+"""Open MPI's, for two processes."""
+
+
 def launchers() -> dict[str, list[str]]:
     """A command line each, up to the script."""
     torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
@@ -52,13 +56,8 @@ def launchers() -> dict[str, list[str]]:
         "deepspeed": [str(BIN / "deepspeed"), "--master_port", str(free_port())],
         "deepspeed-2": [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())],
         "torchrun-2": [*torchrun, "--master-port", str(free_port())],
-        "mpirun-2": [*mpirun(), "-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={free_port()}", sys.executable],
+        "mpirun-2": [*MPIRUN, "-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={free_port()}", sys.executable],
     }
-
-
-def mpirun() -> list[str]:
-    """Open MPI's, for two processes."""
-    return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
 
 
 def skip_without_mpirun() -> None:
@@ -103,14 +102,11 @@ def test_ranks_save_when_the_terminal_of_deepspeed_closes(flags: Flags, tmp_path
 
     hold, save = Hold(tmp_path / "pipe"), tmp_path / "run"
     ours, theirs = pty.openpty()
+    variables = environment() | {"PATH": PATH, VARIABLE: f"step.logged={hold.action}@3"}
+    command = [*launchers()["deepspeed-2"], SCRIPT, *flags(save=save)]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
     deepspeed = subprocess.Popen(
-        [*launchers()["deepspeed-2"], SCRIPT, *flags(save=save)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment() | {"PATH": PATH, VARIABLE: f"step.logged={hold.action}@3"},
-        start_new_session=True,
-        preexec_fn=take_the_terminal,
+        command, **streams, env=variables, start_new_session=True, preexec_fn=take_the_terminal
     )
     os.close(theirs)
     ended = os.pidfd_open(deepspeed.pid)
@@ -126,13 +122,13 @@ def test_ranks_save_when_the_terminal_of_deepspeed_closes(flags: Flags, tmp_path
 @pytest.mark.slow
 def test_mpirun_without_a_place_to_meet_is_refused(flags: Flags) -> None:
     skip_without_mpirun()
-    ended = run_command([*mpirun(), sys.executable, SCRIPT, *flags()], PATH=PATH)
+    ended = run_command([*MPIRUN, sys.executable, SCRIPT, *flags()], PATH=PATH)
     assert ended.returncode == 1
     assert "error: mpirun started 2 processes" in ended.stderr
     assert "export MASTER_ADDR and MASTER_PORT before it (mpirun passes them on by -x)" in ended.stderr
 
 
-def test_help_teaches_by_concern(run_tool: Callable[..., Ended]) -> None:
+def test_help_teaches_by_concern_and_lists_each_command_with_a_line(run_tool: Callable[..., Ended]) -> None:
     ended = run_tool(pretrain, "--help")
     assert (ended.returncode, ended.stderr) == (0, "")
     concerns = ("Run", "Model", "Objective", "Data", "Training", "Optimizer", "Scale", "Checkpoints", "Logging")
@@ -141,6 +137,8 @@ def test_help_teaches_by_concern(run_tool: Callable[..., Ended]) -> None:
     for name in ("--position-encoding", "--tcd-weight", "--zero-stage", "--keep-last", "--dry-run", "example:"):
         assert name in ended.stdout
     assert max(map(len, ended.stdout.splitlines())) <= 120
+    shown = run_tool(__main__, "--help").stdout
+    assert all(f"  {name} " in shown and command.summary in shown for name, command in COMMANDS.items())
 
 
 HEAVY = ("torch", "deepspeed", "transformers", "matplotlib", "scipy", "sklearn", "pyarrow")
@@ -183,7 +181,7 @@ def command(package: Package, tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_one_package_and_one_command(package: Package) -> None:
+def test_the_package_holds_what_it_should_and_indexes_take_it(package: Package) -> None:
     with zipfile.ZipFile(package.wheel) as archive:
         names = set(archive.namelist())
         texts = {Path(name).name: archive.read(name).decode() for name in names if ".dist-info/" in name}
@@ -194,20 +192,12 @@ def test_the_wheel_holds_one_package_and_one_command(package: Package) -> None:
     facts = HeaderParser().parsestr(texts["METADATA"])
     assert facts["License-Expression"] == "Apache-2.0" and facts.get_all("Classifier") and facts.get_all("Project-URL")
     assert "](docs/" not in facts.get_payload() and "# megatron_ddrp" in facts.get_payload()
-
-
-@pytest.mark.slow
-def test_the_source_archive_holds_docs_examples_and_tests(package: Package) -> None:
     with tarfile.open(package.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = ("README.md", "LICENSE", "Makefile", "docs/data.md", "examples/quickstart.sh", "pretrain_bert.py")
     others = ("tests/integration/test_launchers.py", "tools/preprocess_data.py", "tasks/glue/__main__.py")
     assert {*tracked, *others} <= names
     assert not [name for name in names if name.startswith((".venv", ".hypothesis", "quickstart/"))]
-
-
-@pytest.mark.slow
-def test_package_indexes_take_it(package: Package) -> None:
     words = [sys.executable, "-m", "twine", "check", "--strict", str(package.wheel), str(package.sdist)]
     subprocess.run(words, check=True, capture_output=True, timeout=120)
 
@@ -265,11 +255,6 @@ def test_a_wrong_command_line_ends_in_one_line(words: list[str], message: str) -
     assert done.exit_codes == [2] and message in done.stderr[0] and done.stderr[0].count("\n") == 1
 
 
-def test_the_list_of_commands_names_each_with_a_line(run_tool: Callable[..., Ended]) -> None:
-    shown = run_tool(__main__, "--help").stdout
-    assert all(f"  {name} " in shown and command.summary in shown for name, command in COMMANDS.items())
-
-
 PLAIN = str.maketrans('",', "  ")
 """Map of characters that CSV would need quoted."""
 
@@ -284,12 +269,6 @@ print(f"{first.iteration} {second.iteration} {len(second.rows)}.")
 """
 
 
-def run_program(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_the_first_program_of_the_page_runs(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -300,15 +279,16 @@ def test_the_first_program_of_the_page_runs(tmp_path: Path) -> None:
         (tmp_path / f"{name}.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
     (tmp_path / "texts.json").write_text(json.dumps(documents()), encoding="utf-8")
     own = 'import json\ntexts = json.load(open("texts.json"))\n'
-    shown = (
-        '\nprint(len(losses), vectors.shape, scores.page.count("|") > 10, len(scores.rows), sorted(scores.summary)[:1])'
-    )
+    shown = '\nprint(len(losses), vectors.shape, scores.page.count("|") > 10, len(scores.rows), [*scores.summary][:1])'
     shown += '\nprint(run.rows[0]["embedding_norm"] > 0, (folder / "config.json").exists())\n'
     program = program.replace("train_iters=300", "train_iters=6")
     (tmp_path / "program.py").write_text(own + program + shown, encoding="utf-8")
-    lines = run_program([sys.executable, "program.py"], tmp_path).splitlines()
-    assert lines[-1] == "True True"
-    assert lines[-2].startswith("2 (2, 128) True 1 "), lines[-2]
+    words = [sys.executable, "program.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, scored, trained = done.stdout.splitlines()
+    assert trained == "True True"
+    assert scored.startswith("2 (2, 128) True 1 "), scored
 
 
 @pytest.mark.slow
@@ -322,21 +302,18 @@ def test_ranks_of_a_launcher_train_twice_and_the_second_run_resumes(tiny_corpus:
     assert [row["iteration"] for row in read_rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_encoder.ipynb"
+NOTEBOOK = ROOT / "examples" / "first_encoder.ipynb"
 STEPS = 4
 
 
-def code_cells():
-    return [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
-
-
-def test_it_is_stored_without_outputs():
-    assert len(code_cells()) > 10
-    assert [cell["outputs"] for cell in code_cells() if cell["outputs"] or cell["execution_count"]] == []
+def test_the_notebook_is_stored_without_outputs():
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 10
+    assert [cell["outputs"] for cell in cells if cell["outputs"] or cell["execution_count"]] == []
 
 
 @pytest.mark.slow
-def test_it_runs_from_text_to_filled_masks_and_plots(tmp_path, monkeypatch):
+def test_the_notebook_runs_from_text_to_filled_masks_and_plots(tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="needs pip install nbclient")
     pytest.importorskip("ipykernel", reason="needs pip install ipykernel")
     for package in ("transformers", "matplotlib"):
@@ -360,12 +337,9 @@ def test_it_runs_from_text_to_filled_masks_and_plots(tmp_path, monkeypatch):
 
 
 SMALL = {
-    r"--vocab-size 8192": "--vocab-size 500",
-    r"--train-iters \d+": "--train-iters 4",
-    r"--hidden-size 128": "--hidden-size 32",
-    r"--eval-iters 40": "--eval-iters 1",
-    r"--seeds 3\b": "--seeds 2",
-    r"--epochs 4": "--epochs 1",
+    **{r"--vocab-size 8192": "--vocab-size 500", r"--train-iters \d+": "--train-iters 4"},
+    **{r"--hidden-size 128": "--hidden-size 32", r"--eval-iters 40": "--eval-iters 1"},
+    **{r"--seeds 3\b": "--seeds 2", r"--epochs 4": "--epochs 1"},
 }
 """Pattern of a flag of the page → what the test gives; each occurs."""
 

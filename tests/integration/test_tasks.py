@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,23 +50,21 @@ def folder(tmp_path_factory):
     config = transformers.BertConfig(vocab_size=len(pieces), max_position_embeddings=16, initializer_range=0.2, **sizes)
     transformers.BertModel(config).save_pretrained(folder / "bert")
     (folder / "bert" / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    import_folder(folder / "bert", folder / "ours")  # whose workers need not import transformers
     return folder
 
 
 def command(folder: Path, out: Path, *more: str) -> list[str]:
     """What follows `python -m tasks.glue`; later words win."""
-    words = ["--tasks", "CoLA", "STS-B", "--data-dir", folder / "data", "--load", folder / "bert", "--output-dir", out]
+    words = ["--tasks", "CoLA", "STS-B", "--data-dir", folder / "data", "--load", folder / "ours", "--output-dir", out]
     words += ["--grid", "quick", "--seeds", "1", "--lr", "1e-2", "--batch-size", "8", "--epochs", "8", *more]
     return [str(word) for word in words]
 
 
 def rows(out: Path) -> list[dict]:
     """Lines of runs.jsonl by name, without what depends on the clock."""
-    found = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
-    return sorted(
-        ({k: v for k, v in row.items() if k not in ("seconds", "crc32")} for row in found),
-        key=lambda row: row["predictions"],
-    )
+    found = [{k: v for k, v in row.items() if k not in ("seconds", "crc32")} for row in lines_of(out / "runs.jsonl")]
+    return sorted(found, key=lambda row: row["predictions"])
 
 
 def predictions(out: Path) -> dict[str, str]:
@@ -79,31 +76,14 @@ def run(words: list[str], ranks: int | None = None) -> str:
     return start_ranks(words, ranks, program="tasks.glue").check().stdout[0]
 
 
-def launched(words: list[str]) -> subprocess.CompletedProcess[str]:
-    """`python -m tasks.glue WORDS` on two ranks of the real torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command_line = [sys.executable, *launcher, sys.executable, "-m", "tasks.glue", *words]
-    return run_command(command_line, PYTHONPATH=str(ROOT))
-
-
-def sweep_alone(folder: Path, out: Path, *more: str) -> Path:
-    """The sweep by one process; the encoder must learn."""
-    run(command(folder, out, *more))
-    assert [row["dev_examples"] for row in rows(out)] == [37, 37]
-    assert all(row["score"] is not None and row["score"] > 0.3 for row in rows(out))
-    return out
-
-
 @pytest.fixture(scope="module")
 def alone(folder):
-    return sweep_alone(folder, folder / "alone")
-
-
-@pytest.fixture(scope="module")
-def ours_alone(folder):
-    """Of the same encoder as a checkpoint of ours: its workers need not import transformers."""
-    import_folder(folder / "bert", folder / "ours")
-    return sweep_alone(folder, folder / "ours alone", "--load", str(folder / "ours"))
+    """The sweep by one process; the encoder must learn."""
+    run(command(folder, folder / "alone"))
+    found = rows(folder / "alone")
+    assert [row["dev_examples"] for row in found] == [37, 37]
+    assert all(row["score"] is not None and row["score"] > 0.3 for row in found)
+    return folder / "alone"
 
 
 @pytest.mark.slow
@@ -117,16 +97,14 @@ def test_one_and_two_ranks_have_the_same_scores(folder, alone):
 
 @pytest.mark.slow
 def test_workers_share_a_sweep_and_a_second_start_does_nothing(folder, alone):
-    said = run(command(folder, folder / "workers", "--workers", "2"))
-    assert "[2/2]" in said
-    assert rows(folder / "workers") == rows(alone)
-    again = run(command(folder, folder / "workers", "--workers", "2"))
-    assert "0 of 2 runs to do" in again
-    assert rows(folder / "workers") == rows(alone)
+    words = command(folder, folder / "workers", "--workers", "2")
+    for said in ("[2/2]", "0 of 2 runs to do"):
+        assert said in run(words)
+        assert rows(folder / "workers") == rows(alone)
 
 
 @pytest.mark.slow
-def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, ours_alone):
+def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, alone):
     """It is killed with a lease, while the other holds one too."""
     out, hold = folder / "one killed", Hold(folder / "pipe")
 
@@ -135,18 +113,18 @@ def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, ours
         os.kill(workers[0], signal.SIGKILL)
         hold.release()
 
-    words = command(folder, out, "--load", str(folder / "ours"), "--workers", "2")
     points = armed(f"job.leased={hold.action}", then=fork_jobs)
+    words = command(folder, out, "--workers", "2")
     start_ranks(words, None, points, kill_a_worker, program="tasks.glue").check()
-    assert rows(out) == rows(ours_alone)
+    assert rows(out) == rows(alone)
     assert (out / "table.md").is_file()
 
 
 @pytest.mark.slow
-def test_killed_commands_end_as_one_undisturbed(folder, ours_alone):
+def test_killed_commands_end_as_one_undisturbed(folder, alone):
     """Workers must go with a killed parent, and the leases that they held must be free."""
     out = folder / "killed"
-    words = command(folder, out, "--load", str(folder / "ours"), "--workers", "2")
+    words = command(folder, out, "--workers", "2")
     for point in ("job.leased", "job.appended"):
         hold = Hold(folder / f"pipe of {point}")
 
@@ -158,8 +136,7 @@ def test_killed_commands_end_as_one_undisturbed(folder, ours_alone):
         assert killed.exit_codes == [-signal.SIGKILL], "it ended by itself, so this proves nothing"
         hold.release()
     run(words)
-    assert rows(out) == rows(ours_alone)
-    assert predictions(out) == predictions(ours_alone)
+    assert (rows(out), predictions(out)) == (rows(alone), predictions(alone))
 
 
 @pytest.mark.slow
@@ -168,7 +145,9 @@ def test_bad_data_on_ranks_is_told_once(folder, tmp_path):
     for name in ("train", "dev"):
         text = (folder / "data" / "CoLA" / f"{name}.tsv").read_text()
         (tmp_path / "data" / "CoLA" / f"{name}.tsv").write_text(text.replace("\t1\t", "\t7\t", 1))
-    result = launched(command(folder, tmp_path / "out", "--data-dir", str(tmp_path / "data"), "--tasks", "CoLA"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    words = command(folder, tmp_path / "out", "--data-dir", str(tmp_path / "data"), "--tasks", "CoLA")
+    result = run_command([*launcher, sys.executable, "-m", "tasks.glue", *words], PYTHONPATH=str(ROOT))
     assert result.returncode != 0
     assert result.stderr.count("label '7', expected one of 0, 1") == 1
     assert not (tmp_path / "out" / "runs.jsonl").exists()
@@ -183,27 +162,25 @@ def test_ranks_with_other_runs_are_refused(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_on_fewer_rows_than_a_batch(folder):
-    run(command(folder, folder / "few", "--max-train-examples", "3", "--epochs", "1", "--tasks", "CoLA"), ranks=2)
+def test_two_ranks_train_a_folder_of_hugging_face_on_fewer_rows_than_a_batch(folder):
+    few = ("--max-train-examples", "3", "--epochs", "1", "--tasks", "CoLA", "--load", str(folder / "bert"))
+    run(command(folder, folder / "few", *few), ranks=2)
     (row,) = rows(folder / "few")
     assert (row["train_examples"], row["steps"]) == (3, 1)
 
 
 STEPS = 48
-COMPARE_TIMEOUT = 400.0
-"""Seconds, on a machine that others use too."""
+SMALL = {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32}
+TRAINING = {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3, "eval-iters": 1}
 
 
 def compare(plan: Path, out: Path, *words: object, **harm: Any) -> Result:
     """Run `python -m tasks.compare`; its jobs are processes of their own. `harm` is for `start_ranks`."""
-    return start_ranks(
-        [plan, "--output-dir", out, *words], None, program="tasks.compare", timeout=COMPARE_TIMEOUT, **harm
-    )
+    return start_ranks([plan, "--output-dir", out, *words], None, program="tasks.compare", **harm)
 
 
-def results_of(out: Path) -> list[dict[str, Any]]:
-    """The gains in results.json."""
-    return json.loads((out / "results.json").read_text())["gains"]
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -219,14 +196,10 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
             {"name": "BERT (MLM)", "encoding": "absolute", "objective": "mlm"},
             {"name": "DDRP (MTH)", "encoding": "ddrp", "objective": "mth"},
         ],
-        "seeds": 1,
-        "budget": {"steps": STEPS},
-        "checkpoints": 3,
         "corpus": {"input": [str(tiny_corpus.text_file)], "vocab_file": str(tiny_corpus.vocab_file), "shuffle": True},
-        "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
-        "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3, "eval-iters": 1},
         "minimal_pairs": {"data_dir": str(pairs)},
         "analyses": {"self-similarity": 8},
+        **{"seeds": 1, "budget": {"steps": STEPS}, "checkpoints": 3, "model": SMALL, "training": TRAINING},
     }
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
 
@@ -238,25 +211,23 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         hold.release()
 
     compare(plan, out, before=armed(f"step.logged={hold.action}@18"), during=kill_in_a_run)
-    began = {row["job"]: row["started"] for row in map(json.loads, (out / "jobs.jsonl").read_text().splitlines())}
+    began = {row["job"]: row["started"] for row in lines_of(out / "jobs.jsonl")}
     assert not any(name.startswith("course") for name in began), "the kill came too late to test anything"
 
     compare(plan, out, before=fork_jobs).check()
-    rows = [json.loads(line) for line in (out / "jobs.jsonl").read_text().splitlines()]
+    rows = lines_of(out / "jobs.jsonl")
     assert len({row["job"] for row in rows}) == len(rows) == 2 + 2 + 2 + 2
     assert {row["job"]: row["started"] for row in rows}.items() >= began.items()  # the dataset was not made again
     logs = "".join(path.read_text() for path in out.glob("logs/course*.log"))
     assert "resumed from" in logs
     for folder in out.glob("courses/*"):
-        logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        trained = [row["iteration"] for row in logged if "lm_loss" in row]
+        trained = [row["iteration"] for row in lines_of(folder / "metrics.jsonl") if "lm_loss" in row]
         assert trained == list(range(1, STEPS + 1)), "a step is missing, or stands there twice"
         assert {path.name for path in folder.glob("iter_*")} >= {f"iter_{n:07d}" for n in (16, 32, 48)}
     page = (out / "page.html").read_text()
     assert "Missing" not in page and page.count("<img") == 5
-    (difference,) = [
-        row for row in results_of(out) if row["measure"] == "minimal pairs" and row["first"] == "DDRP (MTH)"
-    ]
+    gains = json.loads((out / "results.json").read_text())["gains"]
+    (difference,) = [x for x in gains if x["measure"] == "minimal pairs" and x["first"] == "DDRP (MTH)"]
     assert difference["over_seeds"] is None and difference["over_items"] is not None
     assert difference["n"] == 1 and difference["judgement"] == "exploratory" and -1 <= difference["mean"] <= 1
     assert len((out / "rows.jsonl").read_text().splitlines()) == 2
@@ -273,27 +244,20 @@ def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder_and_are_repr
         "plugins": [str(Path(__file__).with_name("plugin_encoding.py"))],
         "models": [{"name": "slopes, MTH", "encoding": "slopes", "objective": "mth"}],
         "rungs": [{"budget": {"tokens": 1024}}, {"budget": {"tokens": 4096}}],
-        "seeds": 1,
-        "checkpoints": 1,
         "corpus": {"data_path": [str(tiny_corpus.prefix)], "vocab_file": str(tiny_corpus.vocab_file)},
-        "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
-        "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3, "eval-iters": 1},
+        **{"seeds": 1, "checkpoints": 1, "model": SMALL, "training": TRAINING, "workers": 2},
         "analyses": {"direction": 8},
-        "workers": 2,
     }
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
     compare(plan, tmp_path / "out", "--rows", rows, before=fork_jobs).check()
     lower, higher = sorted(map(json.loads, rows.read_text().splitlines()), key=lambda row: row["steps"])
     assert (lower["steps"], higher["steps"]) == (8, 32) and lower["planned_tokens"] == 1024
     assert higher["values"]["validation masked-LM loss"] < lower["values"]["validation masked-LM loss"]
-    assert (
-        0 <= higher["values"]["direction probe, shuffled"] <= 1
-        and len(higher["curves"]["training masked-LM loss"]) == 32
-    )
+    assert 0 <= higher["values"]["direction probe, shuffled"] <= 1
+    assert len(higher["curves"]["training masked-LM loss"]) == 32
     assert "1,024 tokens" in (tmp_path / "out" / "page.md").read_text()
     assert "0 of 0 jobs to do" in compare(plan, tmp_path / "elsewhere", "--rows", rows).check().stdout[0]
     assert (tmp_path / "elsewhere" / "page.html").is_file() and not (tmp_path / "elsewhere" / "courses").exists()
-
     said = compare(plan, tmp_path / "out", "--reproduce", lower["run"], "--rows", rows).check().stdout[0]
     loss = lower["values"]["validation masked-LM loss"]
     assert said.endswith(f"equal to the last digit: 9 of 9 points and the validation loss {loss}\n")
@@ -305,7 +269,7 @@ def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder_and_are_repr
     refused(words, megatron_ddrp.compare, plan, output_dir=tmp_path / "out", reproduce="course", rows=rows)
 
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "embeddings"
+EXAMPLES = ROOT / "examples" / "embeddings"
 MISSING = [name for name in ("sentence_transformers", "mteb", "accelerate") if find_spec(name) is None]
 
 
@@ -320,12 +284,8 @@ def test_an_export_becomes_a_sentence_encoder_that_mteb_scores(tmp_path, monkeyp
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocabulary)
     run = write_checkpoint(tmp_path / "run", tokenizer)
     export_checkpoint(run, tmp_path / "hf")
-    animals = ("cat", "dog", "bird", "blue")
-    rows = [
-        {"sentence1": f"the {a} run", "sentence2": f"red {b}", "score": 5.0 * (a == b) + (a < b)}
-        for a in animals
-        for b in animals
-    ]
+    both = [(a, b) for a in ("cat", "dog", "bird", "blue") for b in ("cat", "dog", "bird", "blue")]
+    rows = [{"sentence1": f"the {a} run", "sentence2": f"red {b}", "score": 5.0 * (a == b) + (a < b)} for a, b in both]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
