@@ -32,19 +32,15 @@ def rows(lengths, first_id=0, seq=SEQ):
     return valid, ids * valid, place * valid
 
 
-def test_tokens_are_drawn_without_replacement_never_from_padding_or_all():
+def test_tokens_are_drawn_without_replacement_never_from_padding_and_every_one_and_pair_is_equally_likely():
     lengths = np.arange(SEQ + 1)
-    document_ids, sequence_ids, position_ids = rows(lengths)
+    valid, *places = rows(lengths)
     for count in (2, 5, 50):
-        mask = sample_tokens(document_ids > 0, sequence_ids, position_ids, count, 1, 1)
+        mask = sample_tokens(valid, *places, count, 1, 1)
         assert mask.dtype == np.int64 and set(np.unique(mask)) <= {0, 1}
-        assert np.array_equal(mask.sum(-1), np.minimum(lengths, count))
-        assert not mask[document_ids == 0].any()
-    document_ids, sequence_ids, position_ids = rows([16, 3, 0])
-    assert np.array_equal(sample_tokens(document_ids > 0, sequence_ids, position_ids, 0, 1, 1), document_ids)
-
-
-def test_every_token_and_every_pair_is_equally_likely():
+        assert np.array_equal(mask.sum(-1), np.minimum(lengths, count)) and not mask[~valid].any()
+    valid, *places = rows([16, 3, 0])
+    assert np.array_equal(sample_tokens(valid, *places, 0, 1, 1), valid), "all"
     num_rows, length, count = 20_000, 8, 3
     mask = sample_tokens(*rows([length] * num_rows), count, 1, 1)[:, :length]
     expected, sigma = count / length, (3 / 8 * 5 / 8 / num_rows) ** 0.5
@@ -55,7 +51,7 @@ def test_every_token_and_every_pair_is_equally_likely():
     assert np.abs(off_diagonal - expected).max() < 5 * (expected * (1 - expected) / num_rows) ** 0.5
 
 
-def test_tokens_do_not_depend_on_batch_row_order_or_padding():
+def test_tokens_depend_on_seed_step_and_sequence_but_not_on_row_order_or_padding():
     batch = rows([16, 9, 12, 3], first_id=40)
     mask = sample_tokens(*batch, 5, 1, 7)
     order = [2, 0, 3, 1]
@@ -65,9 +61,6 @@ def test_tokens_do_not_depend_on_batch_row_order_or_padding():
         assert np.array_equal(alone[0], mask[row, :length])
     wider = rows([16, 9, 12, 3], first_id=40, seq=30)
     assert np.array_equal(sample_tokens(*wider, 5, 1, 7)[:, :SEQ], mask)
-
-
-def test_tokens_differ_by_seed_step_and_sequence():
     batch = rows([16] * 8)
     mask = sample_tokens(*batch, 5, 1, 7)
     assert np.array_equal(sample_tokens(*batch, 5, 1, 7), mask)
@@ -76,15 +69,12 @@ def test_tokens_differ_by_seed_step_and_sequence():
     assert len({row.tobytes() for row in mask}) >= 7
 
 
-def test_heads_are_sorted_distinct_and_in_range_or_all():
+def test_heads_are_sorted_distinct_and_in_range_or_all_and_every_pair_is_equally_likely():
     for step in range(50):
         heads = sample_heads(6, 5, 3, 1, step)
         assert heads.shape == (6, 3) and heads.dtype == np.int64
         assert (np.diff(heads, axis=-1) > 0).all() and heads.min() >= 0 and heads.max() < 5
     assert np.array_equal(sample_heads(2, 4, 0, 1, 1), [[0, 1, 2, 3]] * 2)
-
-
-def test_every_pair_of_heads_is_equally_likely():
     layers, steps, num_heads = 10, 1000, 5
     heads = np.concatenate([sample_heads(layers, num_heads, 2, 1, step) for step in range(steps)])
     counts = np.zeros((num_heads, num_heads))
@@ -96,8 +86,8 @@ def test_every_pair_of_heads_is_equally_likely():
 def test_heads_differ_by_seed_step_and_layer_and_repeat():
     heads = sample_heads(12, 12, 2, 1, 7)
     assert np.array_equal(sample_heads(12, 12, 2, 1, 7), heads)
-    assert not np.array_equal(sample_heads(12, 12, 2, 1, 8), heads)
-    assert not np.array_equal(sample_heads(12, 12, 2, 2, 7), heads)
+    for other in ((1, 8), (2, 7)):
+        assert not np.array_equal(sample_heads(12, 12, 2, *other), heads)
     assert len({tuple(row) for row in heads}) > 6
     # A layer's draw does not depend on how many layers there are: a pipeline stage may draw its own.
     assert np.array_equal(sample_heads(5, 12, 2, 1, 7), heads[:5])
@@ -113,26 +103,22 @@ def test_torch_and_numpy_generators_play_no_part():
     assert all(np.array_equal(left, right) for left, right in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(
-    "changes, widths",
-    [
-        ({"objective": "mth"}, (SEQ, 2)),
-        ({"objective": "mlm"}, (0, 0)),
-        ({"objective": "mth", "tcd_weight": 0.0}, (0, 2)),
-        ({"objective": "mth", "hcd_weight": 0.0}, (SEQ, 0)),
-        ({"objective": "mlm", "hcd_weight": 0.1, "hcd_heads": 0}, (0, 12)),
-        ({"objective": "mth", "tcd_tokens": 7, "hcd_heads": 3}, (SEQ, 3)),
-    ],
-)
-def test_a_draw_is_as_the_settings_say_and_empty_where_its_weight_is_zero(changes, widths):
+def test_a_draw_is_as_the_settings_say_and_empty_where_its_weight_is_zero():
     valid, sequence_ids, position_ids = rows([16, 4])
     nothing = np.zeros_like(position_ids)
     batch = Batch(nothing, nothing, valid.astype(np.int64), position_ids, nothing, sequence_ids)
-    draws = make_objective(ObjectiveConfig(**changes)).draw(batch, ModelConfig(), seed=1, step=3)
-    assert draws.token_mask.shape == (2, 1, widths[0]) and draws.heads.shape == (12, widths[1])
-    assert draws.token_mask.dtype == draws.heads.dtype == torch.long
-    if "tcd_tokens" in changes:
-        assert draws.token_mask.sum(-1).tolist() == [[7], [4]], "all of a text of fewer tokens"
+    for name, changes, *widths in (
+        ("mth", {}, SEQ, 2),
+        ("mlm", {}, 0, 0),
+        ("mth", {"tcd_weight": 0.0}, 0, 2),
+        ("mth", {"hcd_weight": 0.0}, SEQ, 0),
+        ("mlm", {"hcd_weight": 0.1, "hcd_heads": 0}, 0, 12),
+        ("mth", {"tcd_tokens": 7, "hcd_heads": 3}, SEQ, 3),
+    ):
+        draws = make_objective(ObjectiveConfig(name, **changes)).draw(batch, ModelConfig(), seed=1, step=3)
+        assert (draws.token_mask.shape, draws.heads.shape) == ((2, 1, widths[0]), (12, widths[1])), changes
+        assert draws.token_mask.dtype == draws.heads.dtype == torch.long
+    assert draws.token_mask.sum(-1).tolist() == [[7], [4]], "all of a text of fewer tokens"
 
 
 def keys_of(count, step=1, seed=1234):
@@ -140,16 +126,13 @@ def keys_of(count, step=1, seed=1234):
     return sample_keys(sequence, position, seed, step)
 
 
-def test_samples_follow_the_softmax():
+def test_samples_follow_the_softmax_also_of_a_large_vocabulary_and_keys_are_independent():
     probabilities = torch.tensor([0.6, 0.2, 0.1, 0.06, 0.03, 0.008, 0.002])
     draws = 200_000
     _, sampled = gumbel_argmax(probabilities.log().expand(draws, -1), keys_of(draws))
     counts = torch.bincount(sampled, minlength=7)
     deviation = (counts - draws * probabilities) / (draws * probabilities * (1 - probabilities)).sqrt()
     assert deviation.abs().max() < 4, deviation
-
-
-def test_every_piece_of_a_large_vocabulary_is_as_likely_and_keys_are_independent():
     draws, pieces = 100_000, 500
     _, sampled = gumbel_argmax(torch.zeros(draws, pieces), keys_of(draws))
     counts = torch.bincount(sampled, minlength=pieces).double()
@@ -171,15 +154,12 @@ def test_noise_belongs_to_the_key_and_the_piece_not_to_the_row_or_the_chunk():
     second = halves[1][0] > halves[0][0]
     assert torch.equal(torch.where(second, halves[1][1] + 1000, halves[0][1]), sampled)
     assert 0 < second.sum() < 40
-    assert not torch.equal(gumbel_argmax(logits, keys_of(40, step=2))[1], sampled)
-    assert not torch.equal(gumbel_argmax(logits, keys_of(40, seed=5))[1], sampled)
-
-
-def test_no_gradient_and_no_piece_of_the_padding():
+    for other in ({"step": 2}, {"seed": 5}):
+        assert not torch.equal(gumbel_argmax(logits, keys_of(40, **other))[1], sampled)
     logits = torch.zeros(1000, 12, requires_grad=True)
     scores, sampled = gumbel_argmax(torch.where(torch.arange(12) < 10, logits, float("-inf")), keys_of(1000))
-    assert not scores.requires_grad and set(sampled.tolist()) == set(range(10))
-    assert scores.isfinite().all()
+    assert not scores.requires_grad and scores.isfinite().all()
+    assert set(sampled.tolist()) == set(range(10)), "a piece of the padding"
 
 
 def test_rtd_follows_the_loops():
@@ -200,15 +180,13 @@ def test_rtd_follows_the_loops():
 
 def test_the_generator_sees_no_random_pieces_and_each_rate_has_its_own_count():
     """The released code's shares, beside BERT's: 85 % of the selected pieces become [MASK], the rest stays."""
-    shares = {name: ObjectiveConfig(objective=name).mask_shares for name in ("electra", "mlm")}
-    assert shares["electra"] == {"mask_share": 0.85, "random_share": 0.0}
-    assert shares["mlm"] == {"mask_share": 0.8, "random_share": 0.1}
-    objective = make_objective(ObjectiveConfig(objective="electra"))
+    for name, *shares in (("electra", 0.85, 0.0), ("mlm", 0.8, 0.1)):
+        assert ObjectiveConfig(name).mask_shares == {"mask_share": shares[0], "random_share": shares[1]}
     totals = dict.fromkeys(("lm_loss", "tcd_loss", "hcd_loss", "rtd_loss"), 0.0) | {"sequences": 3}
     totals |= {"predicted": 20, "generator_correct": 5, "tokens": 80, "rtd_correct": 60, "replaced": 16}
-    row = losses_of(totals | {"replaced_found": 4}, objective)
-    assert (row["generator_accuracy"], row["rtd_accuracy"]) == (5 / 20, 60 / 80)
-    assert (row["rtd_recall"], row["replaced_share"]) == (4 / 16, 16 / 80)
+    row = losses_of(totals | {"replaced_found": 4}, make_objective(ObjectiveConfig("electra")))
+    expected = {"generator_accuracy": 5 / 20, "rtd_accuracy": 60 / 80, "rtd_recall": 4 / 16, "replaced_share": 16 / 80}
+    assert row | expected == row
 
 
 WORDS = RareWords(np.arange(4, dtype=np.uint64), np.full(4, 100), np.arange(4), np.arange(1, 5))
@@ -226,22 +204,20 @@ def noted_batch(predicted=2, seed=0):
     return batch._replace(note_ids=note_ids)
 
 
-def arrays(batch):
-    return batch.map(lambda tensor: tensor.numpy())
-
-
 def model_for(objective="mlm", seed=0, share=0.5, **changes):
     torch.manual_seed(seed)
     config = tiny_config(**changes)
     return build_model(config, objective=ObjectiveConfig(objective=objective, notes=True, notes_mix=share)).double()
 
 
-def run(model, batch, notes, objective="mlm"):
+def draws_of(batch, objective):
     draws = some_draws(batch) if objective != "mlm" else some_draws(batch, heads=((), ()), tokens=0)
-    if objective == "electra":
-        draws = with_keys(batch, draws)
-    inputs, occurrences = notes.inputs(arrays(batch))
-    return *model(batch, draws, inputs), occurrences
+    return with_keys(batch, draws) if objective == "electra" else draws
+
+
+def run(model, batch, notes, objective="mlm"):
+    inputs, occurrences = notes.inputs(batch.map(lambda tensor: tensor.numpy()))
+    return *model(batch, draws_of(batch, objective), inputs), occurrences
 
 
 def filled(seed=3, **changes):
@@ -251,7 +227,7 @@ def filled(seed=3, **changes):
     return notes
 
 
-def test_notes_are_the_means_of_the_loops():
+def test_notes_are_the_means_of_the_loops_and_no_gradient_enters_one():
     hidden = torch.randn(9, 5, dtype=torch.float64)
     spans = [(0, 0), (4, 5), (8, 8), (2, 2)]
     ends = np.array([[max(0, first - 3), min(9, last + 4)] for first, last in spans])
@@ -260,6 +236,10 @@ def test_notes_are_the_means_of_the_loops():
     torch.testing.assert_close(window_means(hidden.unsqueeze(0), windows), expected)
     none = torch.from_numpy(window_places(ends[:0]))
     assert window_means(hidden.unsqueeze(0), none).shape == (0, 5)
+    hidden = torch.randn(1, 4, 3, requires_grad=True)
+    blend(hidden, torch.tensor([1, 2]), torch.randn(2, 3), 0.25).sum().backward()
+    assert hidden.grad[0].tolist() == [[1.0] * 3, [0.75] * 3, [0.75] * 3, [1.0] * 3]
+    assert not window_means(hidden, torch.tensor([[0, 1]])).requires_grad
 
 
 @pytest.mark.parametrize("objective", ["mlm", "mth", "electra"])
@@ -269,12 +249,10 @@ def test_the_model_takes_the_notes_of_its_last_hidden_states(objective):
     model.head.final_norm.register_forward_hook(lambda module, entered, left: states.append(left.detach()))
     _, taken, occurrences = run(model, batch, dictionary(), objective)
     spans = [(0, 1, 2), (0, 3, 3), (0, 5, 6), (1, 1, 1), (1, 3, 4), (2, 2, 2)]  # row, first, last
-    lengths = (7, 6, 4)
     hidden = next(state for state in states if state.shape == (3, 7, WIDTH))
-    expected = [loops.note(hidden[row, : lengths[row]], first, last, 2) for row, first, last in spans]
+    expected = [loops.note(hidden[row, : (7, 6, 4)[row]], first, last, 2) for row, first, last in spans]
     torch.testing.assert_close(taken.double(), torch.stack(expected), rtol=1e-6, atol=1e-6)
-    assert occurrences.words.tolist() == [1, 2, 1, 3, 2, 1]
-    assert not taken.requires_grad
+    assert occurrences.words.tolist() == [1, 2, 1, 3, 2, 1] and not taken.requires_grad
 
 
 def test_the_update_is_that_of_the_loops_in_any_order():
@@ -292,7 +270,7 @@ def test_the_update_is_that_of_the_loops_in_any_order():
     assert ours.met.tolist() == [True, False, True, True] and not ours.notes[1].any()
 
 
-def test_a_first_note_enters_unblended_and_one_of_an_overflow_not_at_all():
+def test_a_first_note_enters_unblended_one_of_an_overflow_not_at_all_and_16_bits_hold_it_to_their_precision():
     vectors = torch.randn(40, 5)
     names = np.array([[1, sequence, position] for sequence in range(8) for position in range(5)])
     one, other = dictionary(width=5), dictionary(width=5)
@@ -306,6 +284,11 @@ def test_a_first_note_enters_unblended_and_one_of_an_overflow_not_at_all():
     assert notes.met.tolist() == [True, False, False, False]
     notes.update(np.zeros((0, 3), np.int64), torch.zeros(0, 2))
     assert notes.notes.isfinite().all()
+    for dtype, precision in (("fp16", 2e-3), ("bf16", 2e-2)):
+        notes, vector = dictionary(width=5, notes_dtype=dtype), torch.randn(1, 5)
+        notes.update(np.array([[2, 0, 0]]), vector)
+        assert notes.notes.element_size() == 2 and notes.size_bytes == 4 * 5 * 2
+        torch.testing.assert_close(notes.notes[1].float(), vector[0], rtol=precision, atol=precision)
 
 
 @pytest.mark.parametrize("objective", ["mlm", "electra"])
@@ -343,11 +326,10 @@ def test_a_masked_words_note_is_never_read(objective):
     batch = batch._replace(labels=labels)
     one, other = filled(), filled()
     other.notes[0] += 100.0
-    torch.testing.assert_close(
-        run(model, batch, one, objective)[0], run(model, batch, other, objective)[0], rtol=0, atol=0
-    )
+    expected = run(model, batch, one, objective)[0]
+    torch.testing.assert_close(run(model, batch, other, objective)[0], expected, rtol=0, atol=0)
     other.notes[1] += 1.0
-    assert not torch.equal(run(model, batch, one, objective)[0], run(model, batch, other, objective)[0])
+    assert not torch.equal(run(model, batch, other, objective)[0], expected)
 
 
 @pytest.mark.parametrize("objective", ["mlm", "mth", "electra"])
@@ -355,23 +337,13 @@ def test_lambda_0_is_plain_training_to_the_bit(objective):
     batch = noted_batch()
     with_notes, plain = model_for(objective, share=0.0), model_for(objective, share=0.0)
     sums, _, _ = run(with_notes, batch, filled(), objective)
-    draws = some_draws(batch) if objective != "mlm" else some_draws(batch, heads=((), ()), tokens=0)
-    expected = plain(batch, with_keys(batch, draws) if objective == "electra" else draws).sums
+    expected = plain(batch, draws_of(batch, objective)).sums
     assert torch.equal(sums, expected)
     sums.sum().backward()
     expected.sum().backward()
     for (name, ours), theirs in zip(with_notes.named_parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12, msg=name)
-
-
-def test_no_gradient_enters_a_note():
-    hidden = torch.randn(1, 4, 3, requires_grad=True)
-    vectors = torch.randn(2, 3)
-    blended = blend(hidden, torch.tensor([1, 2]), vectors, 0.25)
-    blended.sum().backward()
-    assert hidden.grad[0].tolist() == [[1.0] * 3, [0.75] * 3, [0.75] * 3, [1.0] * 3]
-    assert not window_means(hidden, torch.tensor([[0, 1]])).requires_grad
 
 
 @pytest.mark.parametrize("objective", ["mlm", "mth", "electra"])
@@ -387,12 +359,3 @@ def test_a_row_of_several_documents_gives_the_sums_and_notes_of_one_each(objecti
     assert by_name[0].keys() == by_name[1].keys() and len(by_name[0]) == 6
     for name, vector in by_name[1].items():
         torch.testing.assert_close(by_name[0][name], vector)
-
-
-def test_sixteen_bits_hold_the_notes_to_their_precision():
-    for dtype, precision in (("fp16", 2e-3), ("bf16", 2e-2)):
-        notes = dictionary(width=5, notes_dtype=dtype)
-        vector = torch.randn(1, 5)
-        notes.update(np.array([[2, 0, 0]]), vector)
-        assert notes.notes.element_size() == 2 and notes.size_bytes == 4 * 5 * 2
-        torch.testing.assert_close(notes.notes[1].float(), vector[0], rtol=precision, atol=precision)

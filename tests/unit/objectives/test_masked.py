@@ -29,9 +29,18 @@ from tests.reference.tensors import assert_same, random
 from tests.refusals import refused
 from tests.unit.model.tiny import encode, named_sums, packed_batch, some_draws, tiny_batch, tiny_config, tiny_model
 
+pytestmark = pytest.mark.usefixtures("torch_seed")
+LENGTHS = (7, 4, 2, 1, 0)
+COUNTED = 3
+"""Rows of `LENGTHS` with at least two valid tokens."""
+SEQ, HIDDEN, HEADS, DIM = 7, 6, 4, 3
+VALID = torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None]
+WHOLE = VALID.unsqueeze(1)
+COSINES = {1: similarity.token_cosine, 2: partial(similarity.token_cosine, squared=True)}
+ALLOWED = (VALID.unsqueeze(-1) & VALID.unsqueeze(-2)).unsqueeze(1)
+
 
 def test_sum_equals_the_twin_also_beside_padding_and_without_predictions():
-    torch.manual_seed(0)
     logits = (torch.randn(6, 9, dtype=torch.float64) * 5).requires_grad_()
     labels = torch.tensor([0, 8, IGNORED_LABEL, 3, 3, IGNORED_LABEL])
     fast, slow = masked_lm_sum(logits, labels), twin.masked_lm(logits, labels)
@@ -63,17 +72,21 @@ def test_two_terms_or_rates_of_one_name_are_refused(as_rate, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_summed_in_fp32(dtype):
-    torch.manual_seed(0)
+def test_half_precision_is_summed_and_reduced_in_fp32(dtype):
     logits, labels = torch.randn(4000, 5).to(dtype), torch.randint(5, (4000,))
     loss = masked_lm_sum(logits, labels)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), masked_lm_sum(logits.double(), labels), rtol=1e-6, atol=0)
+    hidden = (torch.randn(2, 300, 64) * 30).to(dtype)  # squares beyond fp16
+    mask = torch.ones(2, 1, 300, dtype=torch.long)
+    for cosine in COSINES.values():
+        got = cosine(hidden, mask)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), cosine(hidden.double(), mask), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("right", [0, 1, 3])
 def test_accuracy_counts_the_predicted_tokens_whose_likeliest_piece_is_the_label(right):
-    torch.manual_seed(0)
     batch = tiny_batch()
     model = build_model(tiny_config(), objective=ObjectiveConfig(objective="mlm"))
     places = (batch.labels != IGNORED_LABEL).nonzero().tolist()
@@ -83,22 +96,8 @@ def test_accuracy_counts_the_predicted_tokens_whose_likeliest_piece_is_the_label
         batch.labels[row, column] = best if number < right else (best + 1) % model.head.vocab_size
     sums = named_sums(model, batch, some_draws(batch))
     assert sums["lm_correct"] == right
-    row = losses_of(
-        {**{name: x.item() for name, x in sums.items()}, "predicted": len(places), "sequences": 1, "tokens": 9},
-        model.head.objective,
-    )
-    assert row["lm_accuracy"] == pytest.approx(right / len(places))
-
-
-pytestmark = pytest.mark.usefixtures("torch_seed")
-LENGTHS = (7, 4, 2, 1, 0)
-COUNTED = 3
-"""Rows of `LENGTHS` with at least two valid tokens."""
-SEQ, HIDDEN, HEADS, DIM = 7, 6, 4, 3
-VALID = torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None]
-WHOLE = VALID.unsqueeze(1)
-COSINES = {1: similarity.token_cosine, 2: partial(similarity.token_cosine, squared=True)}
-ALLOWED = (VALID.unsqueeze(-1) & VALID.unsqueeze(-2)).unsqueeze(1)
+    totals = {name: x.item() for name, x in sums.items()} | {"predicted": len(places), "sequences": 1, "tokens": 9}
+    assert losses_of(totals, model.head.objective)["lm_accuracy"] == pytest.approx(right / len(places))
 
 
 def loop_hcd(query, key, heads, scale=1.0):
@@ -126,33 +125,23 @@ def test_tcd_equals_the_twin(tokens, power):
 
 
 @pytest.mark.parametrize("heads", [[0, 1], [1, 3], [0, 2, 3], [0, 1, 2, 3]], ids=str)
-def test_hcd_of_content_by_grams_equals_the_twin(heads):
+def test_hcd_of_content_by_grams_and_of_logits_equals_the_twin(heads):
     query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
     gram = similarity.content_gram(query[:, heads], key[:, heads], WHOLE, 0.3).squeeze(1)
     assert_same(similarity.cosine_of_gram(gram)[:COUNTED], loop_hcd(query, key, heads), [query, key], atol=1e-12)
-    logits = query[:, heads] @ key[:, heads].transpose(-1, -2) * 0.3
-    inner = logits.masked_fill(~ALLOWED, 0).flatten(2) @ logits.masked_fill(~ALLOWED, 0).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(gram, inner, rtol=0, atol=1e-12)
-
-
-def test_hcd_of_all_content_heads_equals_the_twin():
-    query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
-    fast = similarity.content_cosine_of_all(query, key, WHOLE).squeeze(1)
-    assert_same(fast[:COUNTED], loop_hcd(query, key, list(range(HEADS))), [query, key], atol=1e-12)
-
-
-@pytest.mark.parametrize("heads", [[1, 3], [0, 1, 2, 3]], ids=str)
-def test_hcd_of_logits_equals_the_twin(heads):
+    logits = (query[:, heads] @ key[:, heads].transpose(-1, -2) * 0.3).masked_fill(~ALLOWED, 0).flatten(2)
+    torch.testing.assert_close(gram, logits @ logits.transpose(1, 2), rtol=0, atol=1e-12)
     logits = random(len(LENGTHS), HEADS, SEQ, SEQ)
     fast = similarity.logits_cosine(logits[:, heads], ALLOWED, WHOLE).squeeze(1)
     slow = [twin.hcd([logits[row]], [heads], VALID[row].tolist()) for row in range(COUNTED)]
     assert_same(fast[:COUNTED], torch.stack(slow), [logits], atol=1e-12)
 
 
-def test_the_three_closed_forms_agree():
+def test_hcd_of_all_content_heads_equals_the_twin_and_the_other_two_closed_forms():
     query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
-    by_gram = similarity.cosine_of_gram(similarity.content_gram(query, key, WHOLE, 0.7)).squeeze(1)
     by_sum = similarity.content_cosine_of_all(query, key, WHOLE).squeeze(1)
+    assert_same(by_sum[:COUNTED], loop_hcd(query, key, list(range(HEADS))), [query, key], atol=1e-12)
+    by_gram = similarity.cosine_of_gram(similarity.content_gram(query, key, WHOLE, 0.7)).squeeze(1)
     by_logits = similarity.logits_cosine(query @ key.transpose(-1, -2), ALLOWED, WHOLE).squeeze(1)
     torch.testing.assert_close(by_sum[:4], by_gram[:4], rtol=0, atol=1e-12)  # one token still has a 1×1 head
     torch.testing.assert_close(by_logits[:4], by_gram[:4], rtol=0, atol=1e-12)
@@ -176,6 +165,10 @@ def test_known_values_and_squares_that_know_two_poles():
     assert both([[1.0, 0], [-1, 0], [1, 0], [-1, 0]]) == pytest.approx([-1 / 3, 1])  # least, and most
     assert both([[1.0, 0], [-1, 0], [0, 1], [0, -1]]) == pytest.approx([-1 / 3, (4 - 2) / (2 * 3)])  # Welch's bound
     assert both([[2.0, 0, 0], [0, 3, 0], [0, 0, -4]]) == pytest.approx([0, 0])  # fewer tokens than dimensions
+    hidden, mask = random(2, SEQ, HIDDEN), torch.ones(2, 1, SEQ, dtype=torch.long)
+    factors = torch.rand(2, SEQ, 1, dtype=torch.float64) * 100 + 0.01
+    for cosine in COSINES.values():  # the scale of the vectors does not matter
+        torch.testing.assert_close(cosine(hidden * factors, mask), cosine(hidden, mask))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -198,24 +191,6 @@ def test_zero_vectors_give_finite_values_and_gradients(dtype):
     assert hidden.grad.isfinite().all() and query.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("power", [1, 2])
-def test_half_precision_is_reduced_in_fp32(dtype, power):
-    hidden = (torch.randn(2, 300, 64) * 30).to(dtype)  # squares beyond fp16
-    mask = torch.ones(2, 1, 300, dtype=torch.long)
-    got = COSINES[power](hidden, mask)
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), COSINES[power](hidden.double(), mask), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("cosine", COSINES.values())
-def test_scale_of_the_vectors_does_not_matter(cosine):
-    hidden = random(2, SEQ, HIDDEN)
-    mask = torch.ones(2, 1, SEQ, dtype=torch.long)
-    factors = torch.rand(2, SEQ, 1, dtype=torch.float64) * 100 + 0.01
-    torch.testing.assert_close(cosine(hidden * factors, mask), cosine(hidden, mask))
-
-
 def test_documents_of_a_packed_row_count_as_rows_of_their_own():
     """Documents of 4 and 3 tokens in one row, and the same two in rows of their own: every form, with gradients."""
     lengths, seq = (4, 3), 8
@@ -227,15 +202,11 @@ def test_documents_of_a_packed_row_count_as_rows_of_their_own():
     def forms(hidden, query, key, documents, allowed):
         some = slice(0, 2)
         logits = query @ key.transpose(-1, -2)
-        return torch.stack(
-            (
-                similarity.token_cosine(hidden, documents.long()),
-                similarity.token_cosine(hidden, documents.long(), squared=True),
-                similarity.cosine_of_gram(similarity.content_gram(query[:, some], key[:, some], documents, 1.0)),
-                similarity.content_cosine_of_all(query, key, documents),
-                similarity.logits_cosine(logits[:, some], allowed, documents),
-            )
-        )  # [forms, batch, documents]
+        by_gram = similarity.cosine_of_gram(similarity.content_gram(query[:, some], key[:, some], documents, 1.0))
+        by_sum = similarity.content_cosine_of_all(query, key, documents)
+        by_logits = similarity.logits_cosine(logits[:, some], allowed, documents)
+        of_tokens = [cosine(hidden, documents.long()) for cosine in COSINES.values()]
+        return torch.stack((*of_tokens, by_gram, by_sum, by_logits))  # [forms, batch, documents]
 
     packed = forms(hidden, query, key, documents, allowed)[:, 0]  # [forms, 2]
     alone, start = [], 0
@@ -324,8 +295,7 @@ def test_a_row_of_several_documents_gives_the_sums_of_one_each(encoding):
 
 
 def test_recomputed_layers_give_the_same_gradients_and_an_encoder_is_not_looked_into(monkeypatch):
-    batch = tiny_batch()
-    found = []
+    batch, found = tiny_batch(), []
     for recomputes in (False, True):
         model = tiny_model(objective=ALL)
         model.checkpoint_activations = recomputes
@@ -343,11 +313,8 @@ def test_each_part_teaches_what_it_should():
     model, batch = tiny_model(objective=ALL, num_layers=1), tiny_batch()
     attention = dict(model.layers[0].attention.named_parameters())
     maps = ("query", "key", "value", "output")
-    for part, taught in {
-        "value": {"value"},
-        "output": {"query", "key", "value"},
-        "attention": {"query", "key"},
-    }.items():
+    learned = {"value": {"value"}, "output": {"query", "key", "value"}, "attention": {"query", "key"}}
+    for part, taught in learned.items():
         loss = own_sums(model, batch)[part]
         found = torch.autograd.grad(loss, [attention[f"{name}.weight"] for name in maps], allow_unused=True)
         assert {name for name, g in zip(maps, found, strict=True) if g is not None and g.any()} == taught
@@ -357,11 +324,8 @@ def test_weights_choose_the_parts_and_nothing_is_computed_without():
     default = make_objective(ObjectiveConfig(objective="head-disagreement"))
     assert default.parts == ("output",) and default.looks_inside and default.kept_maps == 0
     terms = {term.name: (term.weight, term.per) for term in make_objective(ALL).terms}
-    assert {name: terms[f"{name}_disagreement_loss"] for name in PARTS} == {
-        "value": (0.5, "sequences"),
-        "output": (1.0, "sequences"),
-        "attention": (2.0, "sequences"),
-    }
+    expected = {name: (weight, "sequences") for name, weight in {"value": 0.5, "output": 1.0, "attention": 2.0}.items()}
+    assert {name: terms[f"{name}_disagreement_loss"] for name in PARTS} == expected
     none = ObjectiveConfig(objective="head-disagreement", objective_options=("output=0",))
     plain, without = tiny_model(), tiny_model(objective=none)
     assert without.layers[0].attention.judge is None
@@ -378,32 +342,23 @@ def test_the_dry_run_counts_the_maps_that_are_kept():
     assert more - less == 2 * (4 * 3 * 7 * 7) * 4  # layers x maps x bytes
 
 
-@pytest.mark.parametrize(
-    "name, words, line",
-    [
-        ("token-contrast", ("margn=1",), "takes weight, margin"),
-        ("token-contrast", ("margin=wide",), "'wide' is not a number; give margin=0.5"),
-        ("token-contrast", ("margin=3",), "must lie in"),
-        ("token-contrast", ("margin",), "'' is not a number"),
-        ("head-disagreement", ("output=-1",), "output is -1.0: it must be at least 0"),
-        ("mlm", ("margin=1",), "--objective mlm has no options"),
-    ],
-)
-def test_wrong_options_are_refused_by_name(name, words, line):
-    refused(line, ObjectiveConfig, objective=name, objective_options=words)
+def test_wrong_options_are_refused_by_name():
+    for name, option, line in (
+        ("token-contrast", "margn=1", "takes weight, margin"),
+        ("token-contrast", "margin=wide", "'wide' is not a number; give margin=0.5"),
+        ("token-contrast", "margin=3", "must lie in"),
+        ("token-contrast", "margin", "'' is not a number"),
+        ("head-disagreement", "output=-1", "output is -1.0: it must be at least 0"),
+        ("mlm", "margin=1", "--objective mlm has no options"),
+    ):
+        refused(line, ObjectiveConfig, objective=name, objective_options=(option,))
 
 
 CONTRAST = ObjectiveConfig(objective="token-contrast")
 
 
-def contrasting_model(objective=CONTRAST):
-    torch.manual_seed(0)
-    return build_model(tiny_config(seq_length=16), objective=objective).double()
-
-
 @pytest.mark.parametrize("margin", [0.9, 1.2, 2.0])
 def test_the_sum_and_its_gradient_are_those_of_the_loops(margin):
-    torch.manual_seed(1)
     hidden = torch.randn(3, 6, 5, dtype=torch.float64, requires_grad=True)
     documents = torch.zeros(3, 2, 6, dtype=torch.bool)
     own = {(0, 0): [0, 1, 2, 3], (0, 1): [4, 5], (1, 0): [0, 1, 2], (1, 1): [3], (2, 0): [0]}  # the rest is padding
@@ -415,18 +370,15 @@ def test_the_sum_and_its_gradient_are_those_of_the_loops(margin):
     got, expected = (torch.autograd.grad(x, hidden, retain_graph=True)[0] for x in (fast, slow))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     assert expected[0].any() and not expected[2].any()
-
-
-def test_equal_tokens_reach_the_margin_and_zero_vectors_give_no_nan():
     documents = torch.ones(1, 1, 3, dtype=torch.bool)
-    assert contrast_sum(torch.ones(1, 3, 4), documents, 0.5).item() == pytest.approx(0.5)
+    assert contrast_sum(torch.ones(1, 3, 4), documents, 0.5).item() == pytest.approx(0.5), "equal tokens"
     zeros = torch.zeros(1, 3, 4, requires_grad=True)
     contrast_sum(zeros, documents, 1.5).backward()
     assert zeros.grad is not None and zeros.grad.isfinite().all()
 
 
-def test_the_model_gives_it_beside_masked_lm_and_packing_changes_nothing():
-    model, batch = contrasting_model(), tiny_batch(lengths=(7, 4, 2))
+def test_the_model_gives_it_beside_masked_lm_packing_changes_nothing_and_options_act():
+    model, batch = tiny_model(objective=CONTRAST, seq_length=16), tiny_batch(lengths=(7, 4, 2))
     none = Draws.none(3, 2)
     sums = named_sums(model, batch, none)
     hidden = model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
@@ -436,12 +388,8 @@ def test_the_model_gives_it_beside_masked_lm_and_packing_changes_nothing():
     packed = packed_batch(batch, [[0, 2], [1]])
     draws = Draws(torch.empty(2, 2, 0, dtype=torch.long), none.heads)
     torch.testing.assert_close(named_sums(model, packed, draws), sums)
-
-
-def test_options_are_read_and_act():
     changed = ObjectiveConfig(objective="token-contrast", objective_options=("weight=0.2", "margin=0.9"))
-    weak, strong = (contrasting_model(objective) for objective in (CONTRAST, changed))
+    strong = tiny_model(objective=changed, seq_length=16)
     assert {term.name: term.weight for term in strong.head.objective.terms}["contrast_loss"] == 0.2
-    batch = tiny_batch()
-    sums = [named_sums(model, batch, Draws.none(3, 2)) for model in (weak, strong)]
-    assert sums[1]["contrast_loss"] > sums[0]["contrast_loss"] and sums[1]["lm_loss"] == sums[0]["lm_loss"]
+    more = named_sums(strong, batch, none)
+    assert more["contrast_loss"] > sums["contrast_loss"] and more["lm_loss"] == sums["lm_loss"]
