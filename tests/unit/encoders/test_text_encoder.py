@@ -48,7 +48,6 @@ def in_folder(folder, name, **settings):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run's folder."""
     folder = tmp_path_factory.mktemp("run")
     return write_checkpoint(folder / "run", wordpiece(folder / "vocab.txt", PIECES, "BertWordPieceLowerCase"))
 
@@ -60,11 +59,6 @@ def exported(run):
     export_checkpoint(run, folder)
     model = exported_class(folder, "DdrpForMaskedLM").from_pretrained(folder).eval()
     return folder, model, transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_of_run(run):
-    return build_tokenizer("BertWordPieceLowerCase", run.parent / "vocab.txt")
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +93,11 @@ def test_states_are_those_of_the_export_in_every_layer(run, exported, encoder):
     assert not np.allclose(expected[0][-1], expected[0][1], atol=0.1)
 
 
-def test_pieces_stand_beside_their_states(encoder):
+def test_pieces_stand_beside_their_states_which_are_pooled_as_by_loops(encoder):
     assert encoder.tokenize("the Cats sing") == ["[CLS]", "the", "cat", "##s", "sing", "[SEP]"]
     assert encoder.tokenize(("the", "cat")) == ["[CLS]", "the", "[SEP]", "cat", "[SEP]"]
-    for pieces, states in zip(encoder.tokenize(TEXTS), encoder.encode(TEXTS), strict=True):
-        assert len(pieces) == len(states)
-
-
-def test_pooling_by_loops(encoder):
     states = encoder.encode(TEXTS)
+    assert [*map(len, encoder.tokenize(TEXTS))] == [*map(len, states)]
     by_loops = {
         "mean": [[sum(column) / len(column) for column in rows.T] for rows in states],
         "cls": [rows[0] for rows in states],
@@ -134,19 +124,14 @@ def assert_as_the_pipeline(encoder, model, tokenizer, text, top_k=4):
     assert all(each.piece == encoder.tokenizer.pieces[each.id] for of_mask in found for each in of_mask)
 
 
-@pytest.mark.parametrize("text", ["The [MASK] sings.", "[MASK]", "a[MASK]s, the red [MASK] [MASK]"])
-def test_masks_are_filled_as_by_the_pipeline_with_the_export(exported, run, text):
-    folder, model, tokenizer = exported
-    for path in (run, folder):
-        assert_as_the_pipeline(load_encoder(path, device="cpu"), model, tokenizer, text)
-
-
-def test_masks_are_filled_as_by_the_pipeline_with_a_bert(tmp_path):
-    folder = in_folder(tmp_path, "BertForMaskedLM")
-    encoder = load_encoder(folder, device="cpu")
+def test_masks_are_filled_as_by_the_pipeline_with_the_export_and_a_bert(tmp_path, exported, run):
+    for encoder in (load_encoder(path, device="cpu") for path in (run, exported[0])):
+        for text in ("The [MASK] sings.", "[MASK]", "a[MASK]s, the red [MASK] [MASK]"):
+            assert_as_the_pipeline(encoder, *exported[1:], text)
+    encoder = load_encoder(in_folder(tmp_path, "BertForMaskedLM"), device="cpu")
     before = encoder.encode("the cat")
-    model = transformers.BertForMaskedLM.from_pretrained(folder)
-    tokenizer = transformers.BertTokenizer(str(folder / "vocab.txt"))
+    model = transformers.BertForMaskedLM.from_pretrained(tmp_path)
+    tokenizer = transformers.BertTokenizer(str(tmp_path / "vocab.txt"))
     assert_as_the_pipeline(encoder, model, tokenizer, "the [MASK] sings, [MASK].")
     np.testing.assert_array_equal(encoder.encode("the cat"), before)
     np.testing.assert_allclose(before, states_of(model, tokenizer, "the cat")[-1], atol=1e-5)
@@ -171,8 +156,7 @@ def test_long_texts_are_cut_with_a_warning_and_others_without(encoder):
     words = r"1 of 2 texts had more than 24 pieces and were cut \(the longest has 42\)"
     with pytest.warns(UserWarning, match=words) as told:
         states = encoder.encode(["red", "cat " * 40])
-    assert [len(rows) for rows in states] == [3, SEQ_LENGTH]
-    assert told[0].filename == __file__
+    assert [len(rows) for rows in states] == [3, SEQ_LENGTH] and told[0].filename == __file__
     with pytest.warns(UserWarning, match="1 of 1 texts had more than 6 pieces"):
         assert encoder.encode(("the red cat", "dog"), max_length=6).shape[0] == 6
     with warnings.catch_warnings():
@@ -181,37 +165,34 @@ def test_long_texts_are_cut_with_a_warning_and_others_without(encoder):
     assert len(encoder.fill_mask("[MASK] " * 22)) == 22  # 24 pieces, the longest row
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda e: e.fill_mask("the cat"), r"no \[MASK\] in 'the cat': write \[MASK\] where a piece is missing"),
-        (lambda e: e.fill_mask("[MASK] " * 23), "the text has 25 pieces, and the encoder knows 24"),
-        (lambda e: e.encode(["red", None]), r"texts\[1\] is None: expected a string, or a tuple of two"),
-        (lambda e: e.encode(("a", "b", "c")), "expected a string, or a tuple of two strings for a pair"),
-        (lambda e: e.encode("red", layers=3), "layers=3: expected numbers from 0 to 2"),
-        (lambda e: e.encode("red", layers="last"), 'or "all"'),
-        (lambda e: e.encode("red", max_length=25), "max_length=25: expected 5 to 24"),
-        (lambda e: e.encode("red", max_length="9"), "max_length='9': expected 5 to 24"),
-        (lambda e: e.pool("red", "sum"), "how='sum': expected one of mean, cls, max"),
-        (lambda e: e.encode(["red"], batch_size=-1), "batch_size=-1: expected a whole number of at least 1"),
-        (lambda e: e.pool(["red"], batch_size=-1), "batch_size=-1: expected a whole number of at least 1"),
-        (lambda e: e.pool(["red"], batch_size=0), "batch_size=0: expected"),
-        (lambda e: e.pool(["red"], batch_size=2.5), "batch_size=2.5: expected"),
-        (lambda e: e.encode("red", layers=[]), r"layers=\[\]: expected numbers from 0 to 2 .*, at least one"),
-        (lambda e: e.encode("red", layers=[0, 1.5]), r"layers=\[0, 1.5\]: expected numbers"),
-        (lambda e: e.encode("red", layers=1.5), "layers=1.5: expected numbers"),
-        (lambda e: e.pool("red", layer="all"), "layer='all': expected one number from 0 to 2, or -1 for the last"),
-        (lambda e: e.pool("red", layer=[0, 1]), r"layer=\[0, 1\]: expected one number"),
-        (lambda e: e.pool("red", layer=3), "layer=3: expected one number from 0 to 2"),
-        (lambda e: e.pool(None), r"texts=None: expected a string, a tuple of two strings for a pair, or a list"),
-        (lambda e: e.tokenize(7), "texts=7: expected a string"),
-        (lambda e: e.fill_mask(["the [MASK]"]), r"text=\['the \[MASK\]'\]: expected one string; call fill_mask once"),
-        (lambda e: e.fill_mask("the [MASK]", top_k=-1), "top_k=-1: expected a whole number of at least 1"),
-        (lambda e: e.fill_mask("the [MASK]", top_k=0), "top_k=0: expected"),
-    ],
-)
-def test_a_wrong_call_is_one_line(encoder, call, message):
-    refused(message, call, encoder)
+def test_a_wrong_call_is_one_line(encoder):
+    for words, call, *given, options in (
+        (r"no \[MASK\] in 'the cat': write \[MASK\] where a piece is missing", encoder.fill_mask, "the cat", {}),
+        ("the text has 25 pieces, and the encoder knows 24", encoder.fill_mask, "[MASK] " * 23, {}),
+        (r"text=\['the \[MASK\]'\]: expected one string; call fill_mask once", encoder.fill_mask, ["the [MASK]"], {}),
+        ("top_k=-1: expected a whole number of at least 1", encoder.fill_mask, "the [MASK]", {"top_k": -1}),
+        ("top_k=0: expected", encoder.fill_mask, "the [MASK]", {"top_k": 0}),
+        (r"texts\[1\] is None: expected a string, or a tuple of two", encoder.encode, ["red", None], {}),
+        ("expected a string, or a tuple of two strings for a pair", encoder.encode, ("a", "b", "c"), {}),
+        ("layers=3: expected numbers from 0 to 2", encoder.encode, "red", {"layers": 3}),
+        ('or "all"', encoder.encode, "red", {"layers": "last"}),
+        (r"layers=\[\]: expected numbers from 0 to 2 .*, at least one", encoder.encode, "red", {"layers": []}),
+        (r"layers=\[0, 1.5\]: expected numbers", encoder.encode, "red", {"layers": [0, 1.5]}),
+        ("layers=1.5: expected numbers", encoder.encode, "red", {"layers": 1.5}),
+        ("max_length=25: expected 5 to 24", encoder.encode, "red", {"max_length": 25}),
+        ("max_length='9': expected 5 to 24", encoder.encode, "red", {"max_length": "9"}),
+        ("batch_size=-1: expected a whole number of at least 1", encoder.encode, ["red"], {"batch_size": -1}),
+        ("batch_size=-1: expected a whole number of at least 1", encoder.pool, ["red"], {"batch_size": -1}),
+        ("batch_size=0: expected", encoder.pool, ["red"], {"batch_size": 0}),
+        ("batch_size=2.5: expected", encoder.pool, ["red"], {"batch_size": 2.5}),
+        ("how='sum': expected one of mean, cls, max", encoder.pool, "red", "sum", {}),
+        ("layer='all': expected one number from 0 to 2, or -1 for the last", encoder.pool, "red", {"layer": "all"}),
+        (r"layer=\[0, 1\]: expected one number", encoder.pool, "red", {"layer": [0, 1]}),
+        ("layer=3: expected one number from 0 to 2", encoder.pool, "red", {"layer": 3}),
+        (r"texts=None: expected a string, a tuple of two strings for a pair, or a list", encoder.pool, None, {}),
+        ("texts=7: expected a string", encoder.tokenize, 7, {}),
+    ):
+        refused(words, call, *given, **options)
 
 
 class Frame:
@@ -232,13 +213,12 @@ class Series(list):
         return list(self)
 
 
-@pytest.mark.parametrize("method", ["encode", "pool", "tokenize"])
-@pytest.mark.parametrize("table", [{"text": ["red"]}, Frame()])
-def test_names_of_columns_are_no_texts(encoder, method, table):
-    kind = rf"^texts is a table \({type(table).__name__}\)"
-    told = rf'{kind}, expected a list of texts; give one of its .* table\["text"\]$'
-    refused(told, getattr(encoder, method), table)
-    assert len(getattr(encoder, method)(Series(["red", "cat"]))) == 2
+def test_names_of_columns_are_no_texts(encoder):
+    for call in (encoder.encode, encoder.pool, encoder.tokenize):
+        for table in ({"text": ["red"]}, Frame()):
+            kind = rf"^texts is a table \({type(table).__name__}\)"
+            refused(rf'{kind}, expected a list of texts; give one of its .* table\["text"\]$', call, table)
+        assert len(call(Series(["red", "cat"]))) == 2
 
 
 def test_numbers_of_numpy_are_numbers(encoder):
@@ -268,21 +248,22 @@ def test_a_wrong_load_is_one_line(tmp_path, options, words):
     refused(words, load_encoder, tmp_path / "nowhere", **options)
 
 
-def test_fill_mask_without_a_masked_lm_is_one_line(tmp_path, tokenizer_of_run):
+def test_fill_mask_without_a_masked_lm_is_one_line(tmp_path, run):
     headless = load_encoder(in_folder(tmp_path / "bert", "BertModel"), device="cpu")
     assert headless.encode("red").shape == (3, 16)
     refused("bert: fill_mask needs a masked-LM head; the folder lacks", headless.fill_mask, "[MASK]")
-    discriminator = load_encoder(write_checkpoint(tmp_path / "run", tokenizer_of_run, "electra"), device="cpu")
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", run.parent / "vocab.txt")
+    discriminator = load_encoder(write_checkpoint(tmp_path / "run", tokenizer, "electra"), device="cpu")
     words = "iter_0000003: fill_mask needs a masked-LM head; the run trained a discriminator"
     refused(words, discriminator.fill_mask, "[MASK]")
 
 
 def test_half_precision_gives_float32_arrays_and_an_encoder_says_what_it_is(run, exported, encoder):
+    exact = encoder.encode(TEXTS[0])
     for folder in (run, exported[0]):
         half = load_encoder(folder, device="cpu", dtype="bfloat16")
         states = half.encode(TEXTS[0])
         assert states.dtype == np.float32 and half.model.embeddings.token.weight.dtype == torch.bfloat16
-        exact = encoder.encode(TEXTS[0])
         assert 0 < np.abs(states - exact).max() < 0.1 * np.abs(exact).max()
     assert repr(encoder) == (
         f"<TextEncoder {run}/iter_0000003: ddrp positions, 2 layers x 32, {encoder.num_parameters:,} parameters, "
@@ -293,15 +274,13 @@ def test_half_precision_gives_float32_arrays_and_an_encoder_says_what_it_is(run,
     assert encoder.num_parameters - of_export.num_parameters == head
 
 
-@pytest.mark.parametrize("section", ["Hidden states", "Sentence vectors", "Filled masks", "An untrained model"])
-def test_the_documentation_runs(encoder, section, capsys):
+def test_the_documentation_runs(encoder, capsys):
     page = (Path(__file__).parents[3] / "docs" / "python.md").read_text(encoding="utf-8")
-    code = page.split(f"## {section}\n")[1].split("```python\n")[1].split("```")[0]
-    names = {"encoder": encoder, "texts": TEXTS}
-    exec(code, names)
-    if section == "An untrained model":
-        assert names["states"].shape == (2, 16, 256)
-    assert ("%" in capsys.readouterr().out) == (section == "Filled masks")
+    for section in ("Hidden states", "Sentence vectors", "Filled masks", "An untrained model"):
+        names = {"encoder": encoder, "texts": TEXTS}
+        exec(page.split(f"## {section}\n")[1].split("```python\n")[1].split("```")[0], names)
+        assert ("%" in capsys.readouterr().out) == (section == "Filled masks"), section
+    assert names["states"].shape == (2, 16, 256)
 
 
 ELSEWHERE = """
@@ -347,33 +326,29 @@ def tables():
     return [dict(PLUGINS), *map(dict, TABLES.values())]
 
 
-@pytest.fixture
-def plugin(tmp_path):
-    """A plug-in with an encoding."""
-    path = tmp_path / "tilt.py"
-    path.write_text(CODE)
-    return path
-
-
-@pytest.fixture(params=["run", "export"])
-def folder(request, tmp_path, plugin):
-    """A model with the plug-in's encoding."""
-    tokenizer = wordpiece(tmp_path / "vocab.txt", PIECES, "BertWordPieceLowerCase")
+@pytest.mark.parametrize("kind", ["run", "export"])
+def test_plug_ins_are_forgotten_and_their_new_code_is_read_and_part_of_the_fingerprint(tmp_path, kind):
+    plugin, before = tmp_path / "tilt.py", tables()
+    plugin.write_text(CODE)
     with plugins_forgotten_after():
         load_plugin(plugin)
-        run = write_checkpoint(tmp_path / "run", tokenizer, "mlm", position_encoding="tilt")
-        if request.param == "run":
-            return run
-        export_checkpoint(run, tmp_path / "export")
-        return tmp_path / "export"
+        tokenizer = wordpiece(tmp_path / "vocab.txt", PIECES, "BertWordPieceLowerCase")
+        folder = write_checkpoint(tmp_path / "run", tokenizer, "mlm", position_encoding="tilt")
+        if kind == "export":
+            folder = export_checkpoint(folder, tmp_path / "export").output
 
+    def fingerprints():
+        with plugins_within([plugin]):
+            loads = (loading.load_encoder, load_masked_lm)
+            return [load(folder, is_random).fingerprint for load in loads for is_random in (False, True)]
 
-def test_plug_ins_are_forgotten_and_their_new_code_is_read(folder, plugin):
-    before = tables()
+    of_first = fingerprints()
+    assert fingerprints() == of_first
     first = load_encoder(folder, device="cpu", plugins=[plugin])
     assert tables() == before
     vector, masked = first.pool("the red cat"), first.fill_mask("the [MASK] cat")
     plugin.write_text(CODE.replace("-1.5", "1.5"))
+    assert not set(fingerprints()) & set(of_first)
     changed = load_encoder(folder, device="cpu", plugins=iter([str(plugin)]))
     assert np.abs(changed.pool("the red cat") - vector).max() > 0.1
     assert abs(changed.fill_mask("the [MASK] cat")[0][0].probability - masked[0][0].probability) > 1e-3
@@ -382,21 +357,6 @@ def test_plug_ins_are_forgotten_and_their_new_code_is_read(folder, plugin):
     plugin.write_text("ENCODINGS = {'tilt': 3}")
     refused("expected a class derived from PositionEncoding", load_encoder, folder, plugins=[plugin])
     assert tables() == before
-
-
-def test_the_code_of_an_encoding_is_part_of_the_fingerprint(folder, plugin):
-    def fingerprints():
-        with plugins_within([plugin]):
-            return [
-                load(folder, is_random).fingerprint
-                for load in (loading.load_encoder, load_masked_lm)
-                for is_random in (False, True)
-            ]
-
-    first = fingerprints()
-    assert fingerprints() == first
-    plugin.write_text(CODE.replace("-1.5", "1.5"))
-    assert not set(fingerprints()) & set(first)
 
 
 def test_a_thread_that_fills_a_mask_leaves_the_states_of_another_alone(tmp_path):
@@ -462,16 +422,12 @@ def test_transformers_speaks_as_before_a_load(has_bars, hub_has_bars, tmp_path):
         (hub.disable_progress_bars if before[2] else hub.enable_progress_bars)()
 
 
-@pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "AlbertModel", "MPNetModel"])
-def test_an_encoder_without_a_pooler_gives_no_pooled_vector(name, tmp_path):
-    encoder = load_encoder(in_folder(tmp_path, name), device="cpu")
-    with torch.inference_mode():
-        output = encoder.model(torch.tensor([[2, 6, 7, 3]]))
-    assert output.pooler_output is None and output.last_hidden_state.shape == (1, 4, 16)
-
-
-def test_texts_without_a_known_piece_are_counted_in_a_line(tmp_path):
-    encoder = load_encoder(in_folder(tmp_path, "BertModel"), device="cpu")
+def test_an_encoder_without_a_pooler_gives_no_pooled_vector_and_texts_without_a_known_piece_are_counted(tmp_path):
+    for name in ("RobertaModel", "AlbertModel", "MPNetModel", "BertModel"):
+        encoder = load_encoder(in_folder(tmp_path / name, name), device="cpu")
+        with torch.inference_mode():
+            output = encoder.model(torch.tensor([[2, 6, 7, 3]]))
+        assert output.pooler_output is None and output.last_hidden_state.shape == (1, 4, 16), name
     told = r"^2 of 4 texts had no piece but \[UNK\]: the vocabulary knows nothing in them; use an encoder of their"
     for call in (encoder.pool, encoder.encode):
         with pytest.warns(UserWarning, match=told) as warned:
