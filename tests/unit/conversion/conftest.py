@@ -38,23 +38,16 @@ SIZES = {
     **{"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"intermediate_size": 48, "max_position_embeddings": SEQ_LENGTH, "hidden_dropout_prob": 0.0},
 }
-DEBERTA = {
-    "relative_attention": True,
-    "position_biased_input": False,
-    "pos_att_type": "c2p|p2c",
-    "max_relative_positions": 5,
-}
+DEBERTA = {"relative_attention": True, "position_biased_input": False, "pos_att_type": "c2p|p2c"}
+DEBERTA |= {"max_relative_positions": 5}
 ROOM = 8 << 30
 """Bytes that a reader may add to the address space before it counts as having believed an absurd size."""
 
 
 def write_checkpoint(folder, tokenizer, objective="mth", **model_settings):
     """A `--save` folder with one checkpoint of a random tiny model."""
-    settings = {
-        **{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": SEQ_LENGTH},
-        **{"relative_distance": 4, "vocab_size": tokenizer.vocab_size},
-        **model_settings,
-    }
+    settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": SEQ_LENGTH}
+    settings |= {"relative_distance": 4, "vocab_size": tokenizer.vocab_size} | model_settings
     if encoding_class(settings.get("position_encoding", "ddrp")).relative_distance is None:
         settings["relative_distance"] = None
     config = Config(objective=ObjectiveConfig(objective=objective)).replace(model=settings)
@@ -116,10 +109,8 @@ def encoded(model, ids, segments, mask):
 def ours(model, ids, segments, mask):
     """(hidden states after the embeddings and each layer, logits): those of each token when it alone is predicted."""
     states = []
-    hooks = [
-        stage.register_forward_hook(lambda _, __, state: states.append(state.hidden))
-        for stage in (model.embeddings, *model.layers)
-    ]
+    stages = (model.embeddings, *model.layers)
+    hooks = [stage.register_forward_hook(lambda _, __, state: states.append(state.hidden)) for stage in stages]
     states[-1:] = [encoded(model, ids, segments, mask)]
     for hook in hooks:
         hook.remove()
@@ -143,7 +134,7 @@ def write_folder(folder, tokenizer, model_class, **settings):
 
     torch.manual_seed(3)
     model = getattr(transformers, model_class)
-    model = model(model.config_class(**{**SIZES, **settings})).eval()
+    model = model(model.config_class(**SIZES | settings)).eval()
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)
@@ -151,9 +142,14 @@ def write_folder(folder, tokenizer, model_class, **settings):
     return model
 
 
+def tokenizer_in(folder):
+    """Write the words' vocab.txt into a folder and return its tokenizer."""
+    return wordpiece(folder / "vocab.txt", [*BERT_SPECIALS, *WORDS], "BertWordPieceLowerCase")
+
+
 @pytest.fixture
 def tokenizer(tmp_path):
-    return wordpiece(tmp_path / "vocab.txt", [*BERT_SPECIALS, *WORDS], "BertWordPieceLowerCase")
+    return tokenizer_in(tmp_path)
 
 
 @pytest.fixture
@@ -174,7 +170,7 @@ def made_exports(tmp_path_factory):
     def make(encoding):
         if encoding not in made:
             made[encoding] = tmp_path_factory.mktemp("made")
-            tokenizer = wordpiece(made[encoding] / "vocab.txt", [*BERT_SPECIALS, *WORDS], "BertWordPieceLowerCase")
+            tokenizer = tokenizer_in(made[encoding])
             run = write_checkpoint(made[encoding] / "run", tokenizer, position_encoding=encoding)
             export_checkpoint(run, made[encoding] / "hf")
         return made[encoding]
@@ -200,8 +196,8 @@ def offline(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     from transformers import dynamic_module_utils
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     modules = str(tmp_path / "hf_modules")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_MODULES_CACHE", modules)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
@@ -261,9 +257,8 @@ def write_theirs(name, folder, **changes):
     """A folder with a random tiny model of a family and changed keys, as its config.json would say; its tokenizer."""
     case = Case(FAMILIES[name], "masked-lm")
     config, tokenizer = example(case, folder)
-    settings = case.family.folder_settings(config, case.head, tokenizer)
-    left_out = [key for key, value in changes.items() if value is ...]
-    settings = {key: value for key, value in (settings | changes).items() if key not in left_out}
+    settings = case.family.folder_settings(config, case.head, tokenizer) | changes
+    settings = {key: value for key, value in settings.items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(settings))
     model_class = exported_class(folder, settings["architectures"][0])
     model = model_class(model_class.config_class.from_pretrained(folder))

@@ -1,6 +1,5 @@
 """The mean of models is that of float64, rounded once; folders that have no mean are refused in one line."""
 
-import itertools
 import json
 import shutil
 
@@ -16,20 +15,10 @@ from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.merging import Mean
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from tests.refusals import refused, wrong_arguments
-from tests.unit.conversion.conftest import (
-    BERT_SPECIALS,
-    SAFE,
-    WORDS,
-    seal_again,
-    set_keys,
-    stored,
-    wordpiece,
-    write_checkpoint,
-    write_folder,
-)
+from tests.unit.conversion import conftest
+from tests.unit.conversion.conftest import SAFE, set_keys, stored, write_checkpoint, write_folder
 
 pytestmark = pytest.mark.usefixtures("few_probes")
-
 WEIGHTS = (1.0, 0.3, 2.5)
 
 
@@ -56,15 +45,14 @@ def three(tmp_path, tokenizer):
     for seed, folder in enumerate(folders):
         path = write_checkpoint(folder, tokenizer, position_encoding="absolute") / checkpoint.tag(3)
         save_file(shaken(load_file(path / SAFE), seed), path / SAFE)
-        seal_again(path / SAFE)
+        conftest.seal_again(path / SAFE)
     return folders
 
 
-def merge(*words):
-    return command.main([*map(str, words)])
-
-
 def test_the_mean_of_checkpoints(tmp_path, three, monkeypatch, capsys):
+    def merge(*words):
+        command.main([*map(str, words)])
+
     monkeypatch.setattr("signal.signal", lambda *_: None)
     merge("--load", *three[:2], three[2] / "iter_0000003", "--weights", *WEIGHTS, "--output", tmp_path / "mean")
     path, expected = tmp_path / "mean" / "iter_0000000", twin([folder / "iter_0000003" / SAFE for folder in three])
@@ -106,11 +94,11 @@ def test_the_mean_of_exports(tmp_path, tokenizer, offline, encoding):
 
 
 def test_shards_and_lower_precisions_have_an_fp32_mean(tmp_path, vocab):
-    models = [write_folder(tmp_path / name, vocab, "BertForMaskedLM") for name in ("half", "bf16")]
-    for model, dtype, folder in zip(models, (torch.float16, torch.bfloat16), ("half", "bf16"), strict=True):
-        shutil.rmtree(tmp_path / folder)
-        model.to(dtype).save_pretrained(tmp_path / folder, max_shard_size="20KB")
-        shutil.copyfile(vocab, tmp_path / folder / "vocab.txt")
+    models = []
+    for dtype, folder in ((torch.float16, tmp_path / "half"), (torch.bfloat16, tmp_path / "bf16")):
+        models.append(write_folder(folder, vocab, "BertForMaskedLM"))
+        (folder / SAFE).unlink()
+        models[-1].to(dtype).save_pretrained(folder, max_shard_size="20KB")
     assert not (tmp_path / "half" / SAFE).exists()
     mean = Mean([tmp_path / "half", tmp_path / "bf16"], [1, 1])
     mean.write(tmp_path / "mean")
@@ -121,23 +109,12 @@ def test_shards_and_lower_precisions_have_an_fp32_mean(tmp_path, vocab):
     import_folder(tmp_path / "mean", tmp_path / "start")
 
 
-def without(tensors):
-    return dict(itertools.islice(tensors.items(), 3, None))
-
-
-def infinite(tensors):
-    return {
-        **tensors,
-        "cls.predictions.bias": tensors["cls.predictions.bias"].index_fill(0, torch.tensor([3]), torch.inf),
-    }
-
-
-def moved(tensors):
-    return {**tensors, "bert.embeddings.position_ids": torch.arange(5) + 1}
+def with_bias(bias):
+    return stored(lambda tensors: tensors | {"cls.predictions.bias": bias})
 
 
 def use_other_vocabulary(folder):
-    wordpiece(folder / "vocab.txt", [*BERT_SPECIALS, *reversed(WORDS)])
+    conftest.wordpiece(folder / "vocab.txt", [*conftest.BERT_SPECIALS, *reversed(conftest.WORDS)])
 
 
 def add_dense(folder):
@@ -145,33 +122,35 @@ def add_dense(folder):
     save_file({"w": torch.ones(2)}, folder / "2_Dense" / SAFE)
 
 
-def pickle(folder):
-    (folder / SAFE).rename(folder / "pytorch_model.bin")
+PLACES = "bert.embeddings.position_ids"
+REFUSED = [
+    (set_keys(layer_norm_eps=0.1), r"another architecture \(layer_norm_eps\) than"),
+    (set_keys(architectures=["BertModel"]), r"another architecture \(architectures\)"),
+    (set_keys(tie_word_embeddings=False), r"another architecture \(tie_word_embeddings\)"),
+    (stored(lambda tensors: dict([*tensors.items()][3:])), "of another architecture: bert"),
+    (with_bias(torch.ones(7)), "another architecture: cls.pred"),
+    (
+        with_bias(torch.tensor([0.0] * 3 + [torch.inf] + [0.0] * 16)),
+        "bias contains a value that is not a finite number",
+    ),
+    (stored(lambda tensors: tensors | {PLACES: torch.arange(5) + 1}), "position_ids holds other whole numbers"),
+    (use_other_vocabulary, "another vocabulary than"),
+    (add_dense, "2_Dense has weights of its own"),
+    (lambda folder: (folder / SAFE).rename(folder / "pytorch_model.bin"), "no model.safetensors"),
+    (lambda folder: (folder / SAFE).write_bytes(b"x" * 99), "model.safetensors: cannot be read"),
+    (shutil.rmtree, "config.json: No such file"),
+    (None, "kind of folder"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        (set_keys(layer_norm_eps=0.1), r"another architecture \(layer_norm_eps\) than"),
-        (set_keys(architectures=["BertModel"]), r"another architecture \(architectures\)"),
-        (set_keys(tie_word_embeddings=False), r"another architecture \(tie_word_embeddings\)"),
-        (stored(without), "of another architecture: bert"),
-        (stored(lambda tensors: {**tensors, "cls.predictions.bias": torch.ones(7)}), "another architecture: cls.pred"),
-        (stored(infinite), "bias contains a value that is not a finite number"),
-        (stored(moved), "position_ids holds other whole numbers"),
-        (use_other_vocabulary, "another vocabulary than"),
-        (add_dense, "2_Dense has weights of its own"),
-        (pickle, "no model.safetensors"),
-        (lambda folder: (folder / SAFE).write_bytes(b"x" * 99), "model.safetensors: cannot be read"),
-        (lambda folder: shutil.rmtree(folder), "config.json: No such file"),
-        (lambda folder: [shutil.rmtree(folder), shutil.copytree(folder.parent / "run", folder)], "kind of folder"),
-    ],
-)
-def test_what_has_no_mean_is_refused(tmp_path, tokenizer, vocab, change, line):
+def test_what_has_no_mean_is_refused(tmp_path, tokenizer, vocab):
     write_checkpoint(tmp_path / "run", tokenizer)
     write_folder(tmp_path / "one", vocab, "BertForMaskedLM")
-    stored(lambda tensors: {**tensors, "bert.embeddings.position_ids": torch.arange(5)})(tmp_path / "one")
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    change(tmp_path / "two")
-    refused(line, lambda: Mean([tmp_path / "one", tmp_path / "two"], [1, 1]).write(tmp_path / "mean"))
-    assert not (tmp_path / "mean").exists()
+    stored(lambda tensors: tensors | {PLACES: torch.arange(5)})(tmp_path / "one")
+    for number, (change, line) in enumerate(REFUSED):
+        two = tmp_path / f"two{number}"
+        shutil.copytree(tmp_path / ("one" if change else "run"), two)
+        if change:
+            change(two)
+        refused(line, lambda two=two: Mean([tmp_path / "one", two], [1, 1]).write(tmp_path / "mean"))
+        assert not (tmp_path / "mean").exists()

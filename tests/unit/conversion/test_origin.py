@@ -1,36 +1,39 @@
-"""An export is what its origin was: a sentence encoder's modules, its base model, its licence and its head."""
+"""An export is what its origin was: a sentence encoder's modules, its base model, its licence and its head.
 
+Its model card: metadata that the hub reads, facts of the run, and nothing private.
+"""
+
+import getpass
 import json
+import re
+import shlex
+import socket
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron_ddrp import checkpoint
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.config import Config
 from megatron_ddrp.conversion import to_huggingface
 from megatron_ddrp.conversion.families.contract import CARD
 from megatron_ddrp.conversion.from_huggingface import import_folder
+from megatron_ddrp.conversion.model_card import Publishing, progress
 from megatron_ddrp.conversion.origin import Origin, read_modules
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.data.atomic import SUM, object_sum
 from megatron_ddrp.engine.checkpoint import Progress
 from tests.refusals import refused
-from tests.unit.conversion.conftest import (
-    SAFE,
-    padded_pair_batch,
-    set_keys,
-    stored,
-    write_checkpoint,
-    write_folder,
-)
+from tests.unit.conversion.conftest import SAFE, padded_pair_batch, set_keys, stored, write_checkpoint, write_folder
 
 pytestmark = pytest.mark.usefixtures("few_probes")
 
 OLD, NEW = "sentence_transformers.models.", "sentence_transformers.sentence_transformer.modules.pooling."
+PATHS = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 MODULES = {
     "modules.json": [
-        {"idx": 0, "name": "0", "path": "", "type": f"{OLD}Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{OLD}Pooling"},
-        {"idx": 2, "name": "2", "path": "2_Normalize", "type": f"{OLD}Normalize"},
+        {"idx": n, "name": str(n), "path": path, "type": OLD + kind} for n, (kind, path) in enumerate(PATHS.items())
     ],
     "sentence_bert_config.json": {"max_seq_length": 17, "do_lower_case": False},
     "config_sentence_transformers.json": {"prompts": {"query": "find: "}},
@@ -38,24 +41,23 @@ MODULES = {
 }
 
 
-def write_modules(folder, **changes):
+def write_modules(folder):
     """Put the modules of a sentence encoder into a folder, and the card of one."""
     (folder / "1_Pooling").mkdir()
-    for name, content in (MODULES | changes).items():
+    for name, content in MODULES.items():
         (folder / name).write_text(json.dumps(content))
     (folder / CARD).write_text("---\nlicense: apache-2.0\n---\n# Sentences\n")
 
 
 def vectors(model, folder, ids, mask):
     """Return what the modules of a folder make of the last hidden states, number by number."""
-    modules, _ = read_modules(folder)
-    assert modules["1_Pooling/config.json"]["pooling_mode_mean_tokens"]
-    rows = []
+    modules, rows = read_modules(folder)[0], []
+    assert modules["1_Pooling/config.json"]["pooling_mode_mean_tokens"] and len(modules["modules.json"]) == 3
     with torch.no_grad():
         hidden = model(ids, attention_mask=mask).last_hidden_state.double()
     for states, length in zip(hidden, mask.sum(1), strict=True):
         mean = [sum(float(state[place]) for state in states[:length]) / int(length) for place in range(32)]
-        norm = sum(value * value for value in mean) ** 0.5 if len(modules["modules.json"]) == 3 else 1.0
+        norm = sum(value * value for value in mean) ** 0.5
         rows.append([value / norm for value in mean])
     return torch.tensor(rows)
 
@@ -88,9 +90,10 @@ def test_a_sentence_encoder_leaves_as_it_came(tmp_path, hf, encoder):
     torch.testing.assert_close(again, vectors(encoder, hf, ids, mask))
     torch.testing.assert_close(again.norm(dim=1), torch.ones(3))
     card = (tmp_path / "out" / CARD).read_text()
-    assert "Base model: hf, under the licence apache-2.0." in card and "# license: unknown" in card
-    assert "pipeline_tag: sentence-similarity" in card and 'SentenceTransformer("USER/out")' in card
-    assert "A sentence encoder, without a head" in card and "fill-mask" not in card
+    told = ("Base model: hf, under the licence apache-2.0.", "# license: unknown", "A sentence encoder, without a head")
+    for words in (*told, "pipeline_tag: sentence-similarity", 'SentenceTransformer("USER/out")'):
+        assert words in card
+    assert "fill-mask" not in card
 
 
 @pytest.mark.parametrize("kind", ["RobertaModel", "ModernBertModel", "own"])
@@ -114,30 +117,34 @@ def test_other_families_leave_without_a_head_too(tmp_path, hf, vocab, tokenizer,
     assert import_folder(tmp_path / "out", tmp_path / "again").origin.is_bare
 
 
-def test_any_other_export_says_how_to_pool_and_keeps_its_head(tmp_path, tokenizer, offline):
+def test_any_other_export_says_how_to_pool_keeps_its_head_and_says_how_long_its_rows_were(tmp_path, tokenizer, offline):
     run = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="absolute")
     export = export_checkpoint(run, tmp_path / "out")
     assert "sentences:   mean pooling, vectors of any length, rows of up to 24 pieces" in export.summary()
     import_folder(tmp_path / "out", tmp_path / "start")
     again = export_checkpoint(tmp_path / "start", tmp_path / "again")
     assert again.head == "masked-lm" and read_modules(tmp_path / "again") == read_modules(tmp_path / "out")
+    path = checkpoint.newest(run)
+    state = checkpoint.read_state(path)
+    state["config"]["training"] |= {"seq_length_phases": ["8:0.2", "16:0.5"], "train_iters": 10}
+    checkpoint.write_state(path, state)  # step 3 of 10: rows of 16
+    assert "rows of up to 16 pieces" in export_checkpoint(run, tmp_path / "phases").summary()
+    card = (tmp_path / "phases" / CARD).read_text()
+    assert "of up to 16 tokens |" in card and "The model has seen no text of more than 16 pieces." in card
+    assert "| longest text | 24 pieces |" in card
 
 
-def types(*kinds):
-    return [{"path": str(number) * (number > 0), "type": kind} for number, kind in enumerate(kinds)]
+KINDS = {
+    "weights": ([f"{OLD}Transformer", f"{NEW}Pooling", f"{OLD}Dense", f"{OLD}Normalize"], [0, 1, 3], ["2"]),
+    "code": ([f"{OLD}Transformer", "custom_st.Pooling"], [0], ["1"]),
+    "code of the encoder": (["custom_st.Transformer", f"{OLD}Pooling"], None, ["Transformer", "1"]),
+    "nothing": ([], None, []),
+}
 
 
-@pytest.mark.parametrize(
-    ("modules", "kept", "left_out"),
-    [
-        (types(f"{OLD}Transformer", f"{NEW}Pooling", f"{OLD}Dense", f"{OLD}Normalize"), [0, 1, 3], ["2"]),
-        (types(f"{OLD}Transformer", "custom_st.Pooling"), [0], ["1"]),
-        (types("custom_st.Transformer", f"{OLD}Pooling"), None, ["Transformer", "1"]),
-        ([], None, []),
-    ],
-    ids=["weights", "code", "code of the encoder", "nothing"],
-)
-def test_modules_with_weights_or_code_are_left_out_by_name(tmp_path, modules, kept, left_out):
+@pytest.mark.parametrize(("kinds", "kept", "left_out"), KINDS.values(), ids=KINDS)
+def test_modules_with_weights_or_code_are_left_out_by_name(tmp_path, kinds, kept, left_out):
+    modules = [{"path": str(number) * (number > 0), "type": kind} for number, kind in enumerate(kinds)]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     files, without = read_modules(tmp_path)
     assert files.get("modules.json") == (None if kept is None else [modules[number] for number in kept])
@@ -150,11 +157,8 @@ def test_modules_with_weights_or_code_are_left_out_by_name(tmp_path, modules, ke
         ("{}", "modules.json: expected a list"),
         ('["x"]', "modules.json: expected an object"),
         ('[{"path": ""}]', "modules.json: type is missing"),
-        (
-            json.dumps([{"path": "../x", "type": f"{OLD}Transformer"}]),
-            r"a path is '\.\./x', expected the name of a fol",
-        ),
-        (json.dumps([{"path": ".", "type": f"{OLD}Transformer"}]), r"a path is '\.', expected"),
+        (f'[{{"path": "../x", "type": "{OLD}Transformer"}}]', r"a path is '\.\./x', expected the name of a folder"),
+        (f'[{{"path": ".", "type": "{OLD}Transformer"}}]', r"a path is '\.', expected"),
         ("[", "modules.json: not JSON"),
     ],
 )
@@ -180,12 +184,10 @@ def test_a_licence_that_no_card_states_is_none(tmp_path, hf, vocab, card, licens
     + [(False, 3, {"lm_loss": 6.0, "valid_lm_loss": 7.5}, False)],
 )
 def test_fill_mask_is_offered_only_if_the_head_was_trained(
-    tmp_path, hf, vocab, monkeypatch, has_head, iteration, losses, is_offered
+    tmp_path, hf, vocab, unchecked, has_head, iteration, losses, is_offered
 ):
-    monkeypatch.setattr(to_huggingface, "check_export", lambda *_: "not checked")
     write_folder(hf, vocab, "BertForMaskedLM" if has_head else "BertModel")
-    import_folder(hf, tmp_path / "run")
-    run = tmp_path / "run"
+    run = import_folder(hf, tmp_path / "run").output
     path = checkpoint.newest(run)
     if iteration:
         checkpoint.write_state(path, checkpoint.read_state(path) | {"iteration": iteration, "weights_only": False})
@@ -198,13 +200,152 @@ def test_fill_mask_is_offered_only_if_the_head_was_trained(
     assert ("a masked-LM head that has learned too little to be used" in card) != is_offered
 
 
-def test_the_card_says_how_long_the_rows_of_training_were(tmp_path, tokenizer, offline):
-    run = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="absolute")
-    path = checkpoint.newest(run)
+METRICS = [
+    {"iteration": 1, "loss": 9.0, "lm_loss": 8.0, "lr": 1e-4},
+    {"iteration": 2, "valid_lm_loss": 7.5},
+    {"iteration": 3, "loss": 6.25, "lm_loss": 5.5, "tcd_loss": 0.75, "lm_accuracy": 0.125, "lr": 1e-4},
+    {"iteration": 3, "valid_lm_loss": 5.25, "valid_lm_accuracy": 0.5, "other_lm_loss": 6.75},
+    {"iteration": 4, "loss": 1.0, "lm_loss": 1.0},
+]
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Exports without their check by transformers, which other tests make."""
+    monkeypatch.setattr(to_huggingface, "check_export", lambda *_: "not checked")
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer, unchecked):
+    """A run of 3 of 10 steps on two datasets, one of them gone, in folders with telling names."""
+    home = tmp_path / "home" / "jane.doe" / "secret-project"
+    folder = write_checkpoint(home / "runs" / "first", tokenizer)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
+    inputs = [{"name": f"{home}/part-{number}.jsonl", "bytes": 1} for number in range(7)]
+    manifest = {"documents": 1234, "tokens": 56789, "inputs": inputs, "tokenizer": {}}
+    manifest[SUM] = object_sum(manifest)
+    (home / "wiki_text_document.json").write_text(json.dumps(manifest))
+    words = ("3", str(home / "wiki_text_document"), "1", str(home / "gone_text_document"))
+    path = folder / checkpoint.tag(3)
     state = checkpoint.read_state(path)
-    state["config"]["training"] |= {"seq_length_phases": ["8:0.2", "16:0.5"], "train_iters": 10}
-    checkpoint.write_state(path, state)  # step 3 of 10: rows of 16
-    export = export_checkpoint(run, tmp_path / "out")
-    card = (tmp_path / "out" / CARD).read_text()
-    assert "of up to 16 tokens |" in card and "The model has seen no text of more than 16 pieces." in card
-    assert "rows of up to 16 pieces" in export.summary() and "| longest text | 24 pieces |" in card
+    config = Config.from_dict(state["config"]).replace(
+        data={"data_path": words, "vocab_file": str(home / "vocab.txt"), "index_cache_dir": str(home / "cache")},
+        training={"train_iters": 10},
+        optimizer={"lr": 3e-4},
+        checkpoint={"save": str(folder), "load": str(home / "start")},
+        logging={"wandb_project": "secret-project", "tensorboard_dir": str(home / "boards")},
+    )
+    layout = {"ranks": 4, "tensor": 1, "pipeline": 1, "zero_stage": 1, "precision": "fp32"}
+    more = {"consumed_samples": 96, "consumed_tokens": 2100, "layout": layout, "config": config.to_dict()}
+    checkpoint.write_state(path, state | more)
+    return folder
+
+
+def card_of(run, output, **publishing):
+    export_checkpoint(run, output, publishing=Publishing(**publishing))
+    return (output / CARD).read_text(encoding="utf-8")
+
+
+def change_config(run, **changes):
+    """Store other settings in the run's checkpoint."""
+    path = run / checkpoint.tag(3)
+    state = checkpoint.read_state(path)
+    state["config"] = Config.from_dict(state["config"]).replace(**changes).to_dict()
+    checkpoint.write_state(path, state)
+
+
+def replayed(card):
+    """Return the configuration of the card's command."""
+    command = shlex.split(re.search(r"```bash\n(.*?)```", card, re.DOTALL)[1].replace("\\\n", ""))
+    assert command[:4] == ["deepspeed", "--module", "megatron_ddrp", "pretrain"]
+    return parse_arguments(command[4:]).config
+
+
+def test_the_card_names_the_checkpoint_that_a_resumed_run_once_started_from():
+    state = {"iteration": 3, "started_from": "bert/iter_0000000"}
+    resumed = Config().replace(checkpoint={"load": "run", "save": "run"})
+    told = "started from the checkpoint `bert/iter_0000000`, which the command needs as `--load`."
+    assert told in progress(resumed, state)
+    assert "started from" not in progress(resumed, {**state, "started_from": None})
+
+
+def test_the_card_tells_data_losses_settings_and_command_and_nothing_private(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "some-host")
+    monkeypatch.setenv("LOGNAME", "some-user")
+    card = card_of(run, tmp_path / "hf")
+    files = "part-0.jsonl, part-1.jsonl, part-2.jsonl, part-3.jsonl, part-4.jsonl and 2 more"
+    told = [
+        f"| wiki_text_document | 1,234 | 56,789 | 75.0% | {files} |",
+        "No manifest was found for gone_text_document when this card was written.",
+        "The run made 3 of 10 steps, on 96 sequences with 2,100 tokens. Training started from the checkpoint `start`, "
+        "which the command needs as `--load`.",
+        "| metric | training, step 3 | validation, step 3 | other text, step 3 |",
+        *("| lm_loss | 5.5000 | 5.2500 | 6.7500 |", "| lm_accuracy | 0.1250 | 0.5000 |  |", "| ranks | 4 |"),
+        "| tcd_loss | 0.7500 |  |  |",
+    ]
+    assert [line for line in told if line not in card.splitlines()] == []
+    assert "\n| learning rate | 0.0003, " in card
+    private = [str(tmp_path), "/home", "jane", "secret", "cache", "boards", socket.gethostname()]
+    assert not [word for word in private if word in card]
+    assert not re.search(rf"\b{re.escape(getpass.getuser())}\b", card)
+    assert not re.search(r"(?<![\w.:`])/\w", card), "an absolute path"
+    again = replayed(card)
+    assert again.data.data_path == ("3", "wiki_text_document", "1", "gone_text_document")
+    assert (again.training.train_iters, again.optimizer.lr, again.model.hidden_size) == (10, 3e-4, 32)
+    assert again.model.relative_distance == 4 and again.objective.objective == "mth"
+    change_config(run, optimizer={"lr_warmup_iters": 3, "lr_warmup_fraction": 0.05})
+    assert replayed(card_of(run, tmp_path / "again")).optimizer.lr_warmup_iters == 3, "one warm-up"
+
+
+def test_the_command_has_the_theta_of_the_run_and_the_model_that_of_its_phase(tmp_path, tokenizer, unchecked):
+    run = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="rope")
+    training = {"seq_length_phases": ("8:0.2:500", "16:0.6:1000"), "train_iters": 10}
+    change_config(run, training=training)
+    card = card_of(run, tmp_path / "hf")
+    again = replayed(card)
+    assert again.training.seq_length_phases == training["seq_length_phases"]
+    assert again.model.rope_theta == Config().model.rope_theta and "--rope-theta" not in card
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["rope_theta"] == 1000.0
+
+
+def test_the_hub_reads_the_metadata_and_a_license_is_never_made_up(run, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    card_of(run, tmp_path / "hf", license="apache-2.0", languages=("en", "ja"))
+    data = hub.ModelCard.load(tmp_path / "hf" / CARD).data.to_dict()
+    expected = {"license": "apache-2.0", "language": ["en", "ja"], "library_name": "transformers"}
+    expected |= {"pipeline_tag": "fill-mask", "mask_token": "[MASK]"}
+    assert data | expected | {"widget": [{"text": "Paris is the [MASK] of France."}]} == data
+    assert {"megatron-ddrp", "ddrp", "mth"} <= set(data["tags"])
+    unknown = card_of(run, tmp_path / "unknown")
+    assert hub.ModelCard(unknown).data.license is None and "**License: unknown.**" in unknown
+    assert "# license: unknown; set it before publishing" in unknown
+    assert "unknown" not in card_of(run, tmp_path / "licensed", license="mit").split("## Versions")[0]
+    japanese = card_of(run, tmp_path / "ja", languages=("ja",))
+    assert "widget" not in hub.ModelCard(japanese).data.to_dict() and "Paris" not in japanese
+
+
+def test_the_example_of_the_card_runs(run, tmp_path, offline, capsys):
+    card = card_of(run, tmp_path / "hf")
+    example = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1].replace("USER/hf", str(tmp_path / "hf"))
+    exec(example, {})
+    assert "'score'" in capsys.readouterr().out
+
+
+def test_a_discriminator_and_a_plain_family_say_what_they_are(tmp_path, tokenizer, unchecked):
+    run = write_checkpoint(tmp_path / "run", tokenizer, "electra", position_encoding="ddrp")
+    card = card_of(run, tmp_path / "hf")
+    assert "pipeline_tag: feature-extraction" in card and "fill-mask" not in card and "mask_token" not in card
+    assert "AutoModel.from_pretrained" in card and "The weights carry no record of their training data." in card
+    bert = write_checkpoint(tmp_path / "bert", tokenizer, position_encoding="absolute")
+    assert "trust_remote_code" not in card_of(bert, tmp_path / "plain")
+
+
+def test_the_command_prints_how_to_upload_and_a_card_belongs_to_exports_alone(run, tmp_path, convert):
+    words = ("--load", run, "--output", tmp_path / "the model", "--license", "mit", "--language", "en")
+    upload = convert(*words).stdout.splitlines()[-1]
+    assert upload.endswith(f"/README.md, then hf upload USER/NAME '{tmp_path}/the model'")
+    assert "license: mit" in (tmp_path / "the model" / CARD).read_text()
+    done = convert("--from-hf", "a", "--output", "b", "--license", "mit")
+    assert done.returncode and "--license needs --load: leave it out" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

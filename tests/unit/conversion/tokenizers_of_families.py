@@ -20,10 +20,8 @@ def byte_level(folder, specials, template):
     """RoBERTa's kind, and with BERT's names of the special pieces ModernBERT's."""
     tokenizer = RustTokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"special_tokens": specials, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=320, show_progress=False, **options)
     tokenizer.train_from_iterator([TEXT] * 3, trainer)
     cls, sep = ((piece, tokenizer.token_to_id(piece)) for piece in (specials[0], specials[2]))
     if template:
@@ -37,17 +35,14 @@ def unigram(folder, specials, template):
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace()])
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=60, special_tokens=specials, unk_token=specials[3], show_progress=False
-    )
+    options = {"special_tokens": specials, "unk_token": specials[3]}
+    trainer = trainers.UnigramTrainer(vocab_size=60, show_progress=False, **options)
     tokenizer.train_from_iterator([TEXT, *TEXT.split()], trainer)
     cls, sep = specials[0], specials[2]
     if template:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{cls} $A {sep}",
-            pair=f"{cls} $A {sep} {sep} $B {sep}",
-            special_tokens=[(cls, tokenizer.token_to_id(cls)), (sep, tokenizer.token_to_id(sep))],
-        )
+        single, pair = f"{cls} $A {sep}", f"{cls} $A {sep} {sep} $B {sep}"
+        ends = [(piece, tokenizer.token_to_id(piece)) for piece in (cls, sep)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ends)
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
