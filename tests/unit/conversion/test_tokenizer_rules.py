@@ -49,7 +49,7 @@ def assert_leaves_as_it_came(tokenizer, folder, model_type):
     trained = load_tokenizer(folder / "run")
     assert trained.fingerprint == tokenizer.fingerprint
     (folder / "out").mkdir()
-    (folder / "out" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    change_json(folder / "out" / "config.json", model_type=model_type)
     write_tokenizer(trained, folder / "out", 24, num_segments=1)
     loaded = AutoTokenizer.from_pretrained(folder / "out")
     for text in PROBES[:2]:
@@ -71,12 +71,10 @@ def test_tokenizer_json_alone_is_enough(tmp_path, offline, make, mark, specials,
     found = [tokenizer.pieces[getattr(tokenizer, f"{role}_id")] for role in ROLES]
     assert found == [specials[i] for i in (0, 2, 1, 4, 3)]
     starts = {piece for piece, begins in zip(tokenizer.pieces, tokenizer.word_starts, strict=True) if begins}
-    assert starts == {piece for piece in tokenizer.pieces if piece.startswith(mark)} | set(specials) | (
-        {"\u010a", "\u0109"} if mark == "\u0120" else set()
-    )
-    ids = tokenizer.encode(TEXT)
+    breaks = {"\u010a", "\u0109"} if mark == "\u0120" else set()
+    assert starts == {piece for piece in tokenizer.pieces if piece.startswith(mark)} | set(specials) | breaks
     words = [mark + word for word in TEXT.split()]
-    found = "".join(" " * int(tokenizer.word_starts[i]) + tokenizer.pieces[i] for i in ids)
+    found = "".join(" " * int(tokenizer.word_starts[i]) + tokenizer.pieces[i] for i in tokenizer.encode(TEXT))
     assert found.split() == ([words[0].removeprefix(mark)] if mark == "\u0120" else words[:1]) + words[1:]
     assert not set(tokenizer.encode(PROBES[2])) & {tokenizer.mask_id, tokenizer.cls_id}
     if beside != "settings":
@@ -88,16 +86,13 @@ def test_tokenizer_json_alone_is_enough(tmp_path, offline, make, mark, specials,
 
 def test_the_pieces_around_a_text_decide_between_names(tmp_path):
     """A vocabulary with both sets of names and no settings beside it."""
-    both = [*FAIRSEQ[:3], *BERT[3:], *BERT[:1], *BERT[2:3]]
-    unigram(tmp_path, both, template=True)
+    unigram(tmp_path, [*FAIRSEQ[:3], *BERT[3:], *BERT[:1], *BERT[2:3]], template=True)
     tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
     assert [tokenizer.pieces[i] for i in (tokenizer.cls_id, tokenizer.sep_id)] == ["<s>", "</s>"]
 
 
-OWN_NAMES = {
-    **{"pad_id": 0, "pad_piece": "[PAD]", "bos_id": 1, "bos_piece": "[CLS]"},
-    **{"eos_id": 2, "eos_piece": "[SEP]", "unk_id": 3, "unk_piece": "[UNK]"},
-}
+OWN_NAMES = {"pad_id": 0, "pad_piece": "[PAD]", "bos_id": 1, "bos_piece": "[CLS]"}
+OWN_NAMES |= {"eos_id": 2, "eos_piece": "[SEP]", "unk_id": 3, "unk_piece": "[UNK]"}
 
 
 @pytest.mark.parametrize(
@@ -112,13 +107,11 @@ def test_a_sentencepiece_model_alone_is_converted(tmp_path, offline, model_type,
     """fairseq puts its own pieces first, so that ids are not those of the .model."""
     from transformers import AutoTokenizer
 
-    ours = sentencepiece_model(tmp_path, **options)
-    folder = tmp_path / "source"
+    ours, folder, text = sentencepiece_model(tmp_path, **options), tmp_path / "source", "red cats sing"
     folder.mkdir()
     shutil.move(tmp_path / "pieces.model", folder / file)
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    change_json(folder / "config.json", model_type=model_type)
     tokenizer = find_tokenizer(folder)
-    text = "red cats sing"
     assert tokenizer.encode(text) == [i + offset for i in ours.encode(text)]
     theirs = AutoTokenizer.from_pretrained(folder)
     assert theirs(text)["input_ids"] == [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
@@ -137,10 +130,9 @@ def test_an_exports_sentencepiece_model_is_preferred_if_it_is_the_same_and_damag
     refused("sentencepiece.bpe.model, from which .*save_pretrained", find_tokenizer, tmp_path)
 
 
-MECAB = {"word_tokenizer_type": "mecab", "subword_tokenizer_type": "wordpiece"}
+READERS = (find_tokenizer, load_foreign)
 
 
-@pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
@@ -154,7 +146,7 @@ MECAB = {"word_tokenizer_type": "mecab", "subword_tokenizer_type": "wordpiece"}
         ({"tokenizer_class": "ElectraTokenizer"}, "HuggingFace, with more pieces of an older layout"),
     ],
 )
-def test_a_vocabulary_alone_follows_the_settings_beside_it(tmp_path, offline, settings, kind, read):
+def test_a_vocabulary_alone_follows_the_settings_beside_it(tmp_path, offline, settings, kind):
     from transformers import AutoTokenizer
 
     bert_vocabulary(tmp_path, settings)
@@ -165,42 +157,44 @@ def test_a_vocabulary_alone_follows_the_settings_beside_it(tmp_path, offline, se
         AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
         (tmp_path / "added_tokens.json").unlink()
         assert (tmp_path / "tokenizer.json").is_file()
-    ours, theirs = read(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("F\u00fcr sch\u00f6ne \u4e2d\u6587", "f\u00fcr covid \u6587\u4e2d Schon"):
-        assert (ours.tokenizer_type, ours.encode(text)) == (kind, theirs.encode(text, add_special_tokens=False))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for ours in (read(tmp_path) for read in READERS):
+        for text in ("F\u00fcr sch\u00f6ne \u4e2d\u6587", "f\u00fcr covid \u6587\u4e2d Schon"):
+            assert (ours.tokenizer_type, ours.encode(text)) == (kind, theirs.encode(text, add_special_tokens=False))
 
 
-@pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
-@pytest.mark.parametrize("has_vocab", [True, False])
 @pytest.mark.parametrize(
     ("lower", "settings"),
     [(True, {"do_lower_case": False}), (False, {}), (True, {"tokenize_chinese_chars": False, "strip_accents": False})],
 )
-def test_the_settings_decide_against_tokenizer_json(tmp_path, offline, lower, settings, has_vocab, read):
+def test_the_settings_decide_against_tokenizer_json(tmp_path, offline, lower, settings):
     from transformers import AutoTokenizer
 
     bert_vocabulary(tmp_path, {"do_lower_case": lower})
     AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
     bert_vocabulary(tmp_path, settings)
     assert (tmp_path / "tokenizer.json").is_file()
-    if not has_vocab:
-        (tmp_path / "vocab.txt").unlink()
-    ours, theirs, text = read(tmp_path), AutoTokenizer.from_pretrained(tmp_path), "F\u00fcr schon \u4e2d\u6587"
-    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    for _ in ("with vocab.txt", "without"):
+        theirs, text = AutoTokenizer.from_pretrained(tmp_path), "F\u00fcr schon \u4e2d\u6587"
+        for read in READERS:
+            assert read(tmp_path).encode(text) == theirs.encode(text, add_special_tokens=False)
+        (tmp_path / "vocab.txt").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
-@pytest.mark.parametrize(
-    ("settings", "config", "reason"),
-    [
-        ({"tokenizer_class": "BertJapaneseTokenizer"}, {}, "'BertJapaneseTokenizer', expected BertTokenizer or"),
+def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path):
+    japanese, mecab = {"tokenizer_class": "BertJapaneseTokenizer"}, {"word_tokenizer_type": "mecab"}
+    for values, config, reason in (
+        (japanese, {}, "'BertJapaneseTokenizer', expected BertTokenizer or"),
         ({}, {"tokenizer_class": "RoFormerTokenizer"}, "'RoFormerTokenizer', expected BertTokenizer or"),
-        (MECAB, {"tokenizer_class": "BertJapaneseTokenizer"}, "word_tokenizer_type is 'mecab', expected basic or"),
-    ],
-)
-def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path, settings, config, reason, read):
-    bert_vocabulary(tmp_path, settings, config)
-    refused(reason, read, tmp_path)
+        (
+            mecab | {"subword_tokenizer_type": "wordpiece"},
+            japanese,
+            "word_tokenizer_type is 'mecab', expected basic or",
+        ),
+    ):
+        bert_vocabulary(tmp_path, values, config)
+        for read in READERS:
+            refused(reason, read, tmp_path)
 
 
 def test_a_model_with_marks_after_words_is_not_exported_as_one_with_marks_before(tmp_path, offline):
@@ -212,37 +206,37 @@ def test_a_model_with_marks_after_words_is_not_exported_as_one_with_marks_before
     assert find_tokenizer(tmp_path / "out").fingerprint == ours.fingerprint
 
 
-@pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
-@pytest.mark.parametrize("file", ["vocab.json", "merges.txt"])
-@pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\xff\xfe"])
-def test_a_byte_order_mark_in_a_vocabulary_for_transformers_is_refused(tmp_path, offline, read, file, mark):
+@pytest.mark.parametrize("read", READERS)
+def test_a_byte_order_mark_in_a_vocabulary_for_transformers_is_refused(tmp_path, offline, read):
     byte_level(tmp_path, FAIRSEQ, template=False)
     split_layout(tmp_path, "#version: 0.2\n")
-    (tmp_path / "config.json").write_text('{"model_type": "roberta"}')
+    change_json(tmp_path / "config.json", model_type="roberta")
     plain = read(tmp_path)
     assert plain.pieces[plain.cls_id] == "<s>"
-    (tmp_path / file).write_bytes(mark + (tmp_path / file).read_bytes())
-    refused(rf"{file}: begins with a byte order mark.*save the file as UTF-8", read, tmp_path)
+    for path in (tmp_path / "vocab.json", tmp_path / "merges.txt"):
+        content = path.read_bytes()
+        for mark in (b"\xef\xbb\xbf", b"\xff\xfe"):
+            path.write_bytes(mark + content)
+            refused(rf"{path.name}: begins with a byte order mark.*save the file as UTF-8", read, tmp_path)
+        path.write_bytes(content)
 
 
-@pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
-def test_roles_that_share_a_piece_are_refused_in_folders_too(tmp_path, offline, read):
-    """Say whether tokenizer.json is there, or transformers makes it."""
+def test_roles_that_share_a_piece_are_refused_in_folders_too(tmp_path, offline):
+    """Whether tokenizer.json is there, or transformers makes it."""
     byte_level(tmp_path, FAIRSEQ, template=True)
-    names = {f"{role}_token": FAIRSEQ[(0, 2, 1, 4, 3)[i]] for i, role in enumerate(ROLES)} | {"pad_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RobertaTokenizer"} | names))
-    (tmp_path / "config.json").write_text('{"model_type": "roberta"}')
+    settings(tmp_path, FAIRSEQ)
+    change_json(tmp_path / "tokenizer_config.json", tokenizer_class="RobertaTokenizer", pad_token="</s>")
+    change_json(tmp_path / "config.json", model_type="roberta")
     for is_made in (False, True):
-        error = refused(r"'</s>' is \[SEP\] and \[PAD\]", read, tmp_path)
-        assert error.exit_code == 2 and str(error).startswith(str(tmp_path))
+        for read in READERS:
+            error = refused(r"'</s>' is \[SEP\] and \[PAD\]", read, tmp_path)
+            assert error.exit_code == 2 and str(error).startswith(str(tmp_path))
         if not is_made:
             split_layout(tmp_path)
 
 
-TEXTS = [
-    *("Red  cats sing", " F\u00fcr schon,\u4e2d\u6587 sch\u00f6n", "f\u00fcr\tRED \uff32\uff45\uff44 red3 12"),
-    *("xbluesx blues BLUES.", "fu\u0308r schon fur"),
-]
+TEXTS = ["Red  cats sing", " F\u00fcr schon,\u4e2d\u6587 sch\u00f6n", "f\u00fcr\tRED \uff32\uff45\uff44 red3 12"]
+TEXTS += ["xbluesx blues BLUES.", "fu\u0308r schon fur"]
 PAIR = ("red cats", "Fur sing schon")
 
 
@@ -264,9 +258,8 @@ def assert_equal(folder, tmp_path, num_segments=2):
     copy = load_tokenizer(tmp_path / "run")
     copy.settle_rows(num_segments)
     for number, tokenizer in enumerate((ours, copy)):
-        out = tmp_path / f"out{number}"
-        out.mkdir()
-        (out / "config.json").write_text((folder / "config.json").read_text())
+        (out := tmp_path / f"out{number}").mkdir()
+        shutil.copy(folder / "config.json", out)
         write_tokenizer(tokenizer, out, 64, num_segments)
         for sides in ((TEXTS[0],), *((text,) for text in PAIR), PAIR):
             row, segments, _ = ours.rows.row([ours.encode(side) for side in sides])
@@ -285,10 +278,8 @@ def test_rows_of_every_family_are_those_of_auto_tokenizer(tmp_path, offline, fam
 
 LOWER, NFKC = {"type": "Lowercase"}, {"type": "NFKC"}
 DIGITS = {"type": "Digits", "individual_digits": True}
-FLAGS = {
-    **{"content": "blues", "single_word": True, "lstrip": True},
-    **{"rstrip": False, "normalized": False, "special": False},
-}
+FLAGS = {"content": "blues", "single_word": True, "lstrip": True}
+FLAGS |= {"rstrip": False, "normalized": False, "special": False}
 CUT = {"truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}}
 
 
@@ -337,11 +328,11 @@ def test_a_contradiction_is_decided_as_auto_tokenizer_does(tmp_path, offline, fa
         added(folder, **rules["added"])
     else:
         change_json(folder / "tokenizer.json", **rules)
-    ours = assert_equal(folder, tmp_path)
+    ours, words = assert_equal(folder, tmp_path), "gives AutoTokenizer other ids or special pieces than its tokenizer.j"
     if ours.fingerprint == build_tokenizer("HuggingFace", tokenizer_model=folder).fingerprint:
         refuse_other_ids(str(folder))
-        return
-    refused("gives AutoTokenizer other ids or special pieces than its tokenizer.json", refuse_other_ids, str(folder))
+    else:
+        refused(words, refuse_other_ids, str(folder))
 
 
 def test_preprocess_refuses_a_folder_with_other_ids_than_auto_tokenizer(tmp_path, offline):
@@ -357,15 +348,13 @@ def test_preprocess_refuses_a_folder_with_other_ids_than_auto_tokenizer(tmp_path
     preprocess.main([*words, str(tmp_path / "saved")])
 
 
-@pytest.mark.parametrize(
-    ("family", "values"),
-    [("roberta", {"add_prefix_space": True}), ("deberta-v2", {}), ("bert", {"do_lower_case": False}), ("bert", {})]
-    + [("modernbert", {"add_prefix_space": True})],
-)
-def test_without_transformers_only_a_tokenizer_without_a_class_is_read(tmp_path, offline, monkeypatch, family, values):
-    make(tmp_path, family, **values)
+def test_without_transformers_only_a_tokenizer_without_a_class_is_read(tmp_path, offline, monkeypatch):
+    spaced, cased = {"add_prefix_space": True}, {"do_lower_case": False}
+    folders = {"roberta": spaced, "deberta-v2": {}, "bert": cased, "bert uncased": {}, "modernbert": spaced}
+    for name, values in folders.items():
+        (tmp_path / name).mkdir()
+        make(tmp_path / name, name.split()[0], **values)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    if family == "modernbert":
-        assert find_tokenizer(tmp_path).tokenizer_type == "HuggingFace"
-    else:
-        refused("from which transformers must make the tokenizer", find_tokenizer, tmp_path)
+    assert find_tokenizer(tmp_path / "modernbert").tokenizer_type == "HuggingFace"
+    for name in folders.keys() - {"modernbert"}:
+        refused("from which transformers must make the tokenizer", find_tokenizer, tmp_path / name)
