@@ -19,15 +19,8 @@ from transformers import CONFIG_MAPPING
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.configuration_ddrp import DEFAULTS
-from megatron_ddrp.conversion.families import FAMILIES
-from megatron_ddrp.conversion.families.contract import (
-    OWN_SETTINGS,
-    SHARED_DEFAULTS,
-    SHARED_FOLLOWED,
-    SIZES,
-    SUMS,
-    exported_class,
-)
+from megatron_ddrp.conversion.families import FAMILIES, contract
+from megatron_ddrp.conversion.families.contract import SHARED_DEFAULTS, SHARED_FOLLOWED, SUMS, exported_class
 from megatron_ddrp.conversion.families.modernbert import ALWAYS, FULL, LOCAL
 from megatron_ddrp.conversion.from_huggingface import import_folder, read_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
@@ -42,11 +35,8 @@ THEIRS = {name: family for name, family in FAMILIES.items() if not family.has_co
 ROBERTAS = ("roberta", "xlm-roberta", "camembert")
 
 BY_METHODS = {
-    "deberta": ("embedding_size",),
-    "deberta-v2": ("embedding_size", "attention_head_size"),
-    "modernbert": ("head_dim",),
-    "nomic_bert": ("head_dim",),
-    "eurobert": ("head_dim", "num_key_value_heads"),
+    **{"deberta": ("embedding_size",), "deberta-v2": ("embedding_size", "attention_head_size")},
+    **{"modernbert": ("head_dim",), "nomic_bert": ("head_dim",), "eurobert": ("head_dim", "num_key_value_heads")},
 }
 """Keys that a family's methods read without a default of their own."""
 WITH_HEADS = ("id2label", "label2id", "num_labels", "problem_type")
@@ -111,13 +101,9 @@ def test_the_page_has_the_table(tmp_path):
     assert table(tmp_path) in PAGE.read_text(), "print it: python -m tests.unit.conversion.test_config_keys"
 
 
-REQUIRED = {
-    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
-    "deberta-v2": {
-        **{"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 256},
-        **{"share_att_key": True, "norm_rel_ebd": "layer_norm"},
-    },
-}
+REQUIRED = {"deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}}
+OF_V2 = {"position_buckets": 256, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
+REQUIRED["deberta-v2"] = REQUIRED["deberta"] | OF_V2
 """Keys whose defaults in transformers our encoder does not support."""
 
 
@@ -131,15 +117,14 @@ def test_absent_keys_mean_what_they_mean_in_transformers(name):
         key: value for key, value in needed.items() if key in followed and key not in family.defaults
     }
     for key in needed:
-        others = {other: needed[other] for other in needed if other != key}
-        refused(f"{key} is ", family.complete, "config.json", others)
+        refused(f"{key} is ", family.complete, "config.json", {k: v for k, v in needed.items() if k != key})
     written = config_class(**needed).to_dict()
     models = [family.model_config("config.json", family.complete("config.json", v)) for v in (dict(needed), written)]
     assert models[0] == models[1]
 
 
 def test_absent_keys_of_our_exports_mean_the_same_in_their_code_and_here():
-    keys = SIZES | {name: name for name in OWN_SETTINGS if name not in ALWAYS}
+    keys = contract.SIZES | {name: name for name in contract.OWN_SETTINGS if name not in ALWAYS}
     ours = dataclasses.asdict(ModelConfig()) | {"ffn_hidden_size": 4 * 768}
     assert {key: DEFAULTS[key] for key in keys if key in DEFAULTS} == {k: ours[keys[k]] for k in keys if k in DEFAULTS}
     assert keys.keys() - DEFAULTS.keys() == {"absolute_embedding"}, "its default depends on the encoding"
@@ -159,9 +144,8 @@ HEADS = {
 def test_settings_of_heads_come_back(tmp_path, offline, monkeypatch, name):
     family = FAMILIES[name]
     kept = {key: HEADS[key] for key in family.head_keys}
-    case = Case(family, "masked-lm")
     if family.has_code:
-        export_checkpoint(write_run(case, tmp_path / "run"), tmp_path / "hf")
+        export_checkpoint(write_run(Case(family, "masked-lm"), tmp_path / "run"), tmp_path / "hf")
         (tmp_path / "hf" / SUMS).unlink()
         change_json(tmp_path / "hf" / "config.json", **kept)
     else:
@@ -190,9 +174,8 @@ def test_a_classifier_on_a_modernbert_that_went_through_training_has_the_same_lo
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "value", "expected"),
-    [
+def test_unknown_settings_of_heads_are_refused():
+    for name, key, value, expected in (
         ("modernbert", "classifier_pooling", "max", "expected 'cls' or 'mean'"),
         ("bert", "classifier_dropout", "0.1", "expected a number or null"),
         ("roberta", "classifier_dropout", float("nan"), "expected a number or null"),
@@ -200,23 +183,17 @@ def test_a_classifier_on_a_modernbert_that_went_through_training_has_the_same_lo
         ("camembert", "classifier_dropout", 10**400, "expected a number or null"),
         ("electra", "summary_use_proj", 1, "expected true or false"),
         ("deberta", "pooler_hidden_act", None, "expected some text"),
-    ],
-)
-def test_unknown_settings_of_heads_are_refused(name, key, value, expected):
-    refused(f"^config.json: {key} is .*{expected}", FAMILIES[name].head_settings, "config.json", {key: value})
+    ):
+        refused(f"^config.json: {key} is .*{expected}", FAMILIES[name].head_settings, "config.json", {key: value})
 
 
 BERTS = (*ROBERTAS, "bert", "electra")
 DEBERTAS = ("deberta", "deberta-v2")
 ROTARY = ("nomic_bert", "eurobert")
 EVERYWHERE = [
-    {"tie_word_embeddings": False},
-    {"is_encoder_decoder": True},
-    {"is_decoder": True},
-    {"add_cross_attention": True},
-    {"per_layer_config": {"1": {"layer_norm_eps": 0.01}}},
-    {"pruned_heads": {"0": [1]}},
-    {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+    *({"tie_word_embeddings": False}, {"is_encoder_decoder": True}, {"is_decoder": True}),
+    *({"add_cross_attention": True}, {"per_layer_config": {"1": {"layer_norm_eps": 0.01}}}),
+    *({"pruned_heads": {"0": [1]}}, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}),
 ]
 TIED_OR_NOT = ("eurobert", "tie_word_embeddings")
 """The output matrix of EuroBERT is left out, so it may be its own."""
@@ -226,29 +203,20 @@ REFUSED = [
     *((name, {"type_vocab_size": 0}) for name in BERTS),
     *((name, {"type_vocab_size": 3}) for name in (*BERTS, *DEBERTAS)),
     *((name, {"position_embedding_type": "relative_key_query"}) for name in BERTS),
-    *((name, {"pos_att_type": ["C2P", "P2C"]}) for name in DEBERTAS),
-    *((name, {"pos_att_type": ["c2p", "p2c", "p2c"]}) for name in DEBERTAS),
-    *((name, {"pos_att_type": "c2p|p2c|p2c"}) for name in DEBERTAS),
-    *((name, {"embedding_size": 16}) for name in DEBERTAS),
+    *((name, {"pos_att_type": both}) for name in DEBERTAS for both in (["C2P", "P2C"], ["c2p", "p2c", "p2c"])),
+    *((name, changes) for name in DEBERTAS for changes in ({"pos_att_type": "c2p|p2c|p2c"}, {"embedding_size": 16})),
     ("deberta", {"talking_head": True}),
-    ("deberta-v2", {"conv_kernel_size": 3}),
-    ("deberta-v2", {"attention_head_size": 16}),
+    *(("deberta-v2", {key: n}) for key, n in (("conv_kernel_size", 3), ("attention_head_size", 16))),
     ("deberta-v2", {"max_relative_positions": 12}),
     ("modernbert", {"rope_parameters": {FULL: {"type": "linear", "factor": 2.0}}}),
     ("modernbert", {"rope_parameters": {LOCAL: {"type": "linear", "factor": 2.0, "rope_theta": 5.0}}}),
-    ("modernbert", {"sliding_window": 2}),
-    ("modernbert", {"head_dim": 4}),
-    ("modernbert", {"decoder_bias": False}),
+    *(("modernbert", {key: value}) for key, value in (("sliding_window", 2), ("head_dim", 4), ("decoder_bias", False))),
     ("modernbert", {"norm_bias": True}),
-    *((name, {"hidden_act": "gelu"}) for name in ROTARY),
-    *((name, {"head_dim": 4}) for name in ROTARY),
+    *((name, changes) for name in ROTARY for changes in ({"hidden_act": "gelu"}, {"head_dim": 4})),
     *((name, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}) for name in ROTARY),
     *((name, {"rope_parameters": 5}) for name in ROTARY),
-    ("nomic_bert", {"qkv_proj_bias": True}),
-    ("nomic_bert", {"rotary_emb_fraction": 0.5}),
-    ("eurobert", {"num_key_value_heads": 2}),
-    ("eurobert", {"attention_bias": True}),
-    ("eurobert", {"mlp_bias": True}),
+    *(("nomic_bert", changes) for changes in ({"qkv_proj_bias": True}, {"rotary_emb_fraction": 0.5})),
+    *(("eurobert", changes) for changes in ({"num_key_value_heads": 2}, {"attention_bias": True}, {"mlp_bias": True})),
 ]
 
 
@@ -257,8 +225,7 @@ def test_a_key_that_would_act_is_refused_by_name(tmp_path, name, changes):
     family = FAMILIES[name]
     config, tokenizer = example(Case(family, "masked-lm"), tmp_path)
     values = family.folder_settings(config, "masked-lm", tokenizer) | changes
-    (key,) = changes
-    words = f"^config.json: .*{key} (is|of) "
+    words = f"^config.json: .*{next(iter(changes))} (is|of) "
     refused(words, lambda: family.model_config("config.json", family.complete("config.json", values)))
 
 
@@ -272,13 +239,8 @@ EQUAL = [
     *((name, {"legacy": legacy}) for name in ("deberta",) for legacy in (True, False)),
     *(("deberta", {"max_relative_positions": reach}) for reach in (-5, 0, 3, 40)),
     *(("deberta-v2", {"position_buckets": buckets}) for buckets in (2, 4, 24, 40)),
-    *(
-        (name, {"pad_token_id": padding})
-        for name in THEIRS
-        if name not in ROBERTAS
-        for padding in (None, 7)
-        if (name, padding) != ("nomic_bert", None)
-    ),  # transformers refuses that one itself
+    *((name, {"pad_token_id": 7}) for name in THEIRS if name not in ROBERTAS),
+    *((name, {"pad_token_id": None}) for name in THEIRS if name not in (*ROBERTAS, "nomic_bert")),  # theirs refuses it
     *((name, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": ...}) for name in ROTARY),
     *((name, {"rope_parameters": ..., "rope_theta": theta}) for name in ROTARY for theta in (9.0, ...)),
     ("nomic_bert", {"type_vocab_size": 1, "layer_norm_eps": 0.01}),

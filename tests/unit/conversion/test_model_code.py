@@ -25,15 +25,8 @@ from megatron_ddrp.conversion.model_code import HEAD_FORMS
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.model.positions import PositionTerms
 from tests.refusals import refused
-from tests.unit.conversion.conftest import (
-    BERT_SPECIALS,
-    READERS,
-    WORDS,
-    ours,
-    padded_pair_batch,
-    wordpiece,
-    write_checkpoint,
-)
+from tests.unit.conversion import conftest
+from tests.unit.conversion.conftest import READERS, ours, padded_pair_batch, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("few_probes")
 
@@ -85,7 +78,7 @@ def with_expected(tmp_path_factory):
     def make(encoding, table):
         if (encoding, table) not in made:
             place = tmp_path_factory.mktemp(f"{encoding}-{table}")
-            tokenizer = wordpiece(place / "vocab.txt", [*BERT_SPECIALS, *WORDS], "BertWordPieceLowerCase")
+            tokenizer = conftest.tokenizer_in(place)
             settings = {"position_encoding": encoding, "relative_table": table}
             made[encoding, table] = export_with_expected(place, tokenizer, **settings)
         return made[encoding, table]
@@ -158,10 +151,9 @@ def test_every_encoding_runs_where_this_package_cannot_be_imported(tmp_path, wit
     plugin(PLUGIN)
     cases = [(encoding, table) for encoding in ENCODINGS for table in ("shared", "per-layer")]
     assert ("slopes", "per-layer") in cases
-    folders = [with_expected(*case) for case in cases]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", ELSEWHERE, *map(str, folders)]
+    command = [sys.executable, "-c", ELSEWHERE, *(str(with_expected(*case)) for case in cases)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     gaps = dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
@@ -174,8 +166,7 @@ def test_our_own_readers_take_every_encoding_and_a_plugin_that_is_named(with_exp
     folder = with_expected(encoding, "per-layer")
     READERS["glue"](folder)
     models = load_hugging_face(folder)[0], load_model(folder.parent / "run")[0]
-    batch = padded_pair_batch(models[0].config.vocab_size)
-    states = [ours(model, *batch)[0] for model in models]
+    states = [ours(model, *padded_pair_batch(model.config.vocab_size))[0] for model in models]
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
@@ -205,20 +196,19 @@ def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, co
     assert "checked:     loaded by DdrpForMaskedLM; its hidden states differ by" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "words"),
-    [
-        (
-            "import torch\n",
-            "import torch\nimport megatron_ddrp.model.bert\n",
-            "plugin.py imports megatron_ddrp.model.b",
-        ),
-        ("import torch\n", "import torch\nfrom megatron_ddrp import errors\n", "plugin.py imports megatron_ddrp, so"),
-        ("config.relative_distance", "(config.attention_dropout, config.relative_distance)[1]", "'attention_dropout'"),
-        ("torch.full((), 0.5)", "torch.rand(())", "exported model's hidden states differ from the checkpoint's"),
-    ],
-    ids=["import", "from", "setting", "random"],
-)
+WRONG = {
+    "import": (
+        "import torch\n",
+        "import torch\nimport megatron_ddrp.model.bert\n",
+        "plugin.py imports megatron_ddrp.m",
+    ),
+    "from": ("import torch\n", "import torch\nfrom megatron_ddrp import errors\n", "plugin.py imports megatron_ddrp, "),
+    "set": ("config.relative_distance", "(config.attention_dropout, config.relative_distance)[1]", "'attention_drop"),
+    "random": ("torch.full((), 0.5)", "torch.rand(())", "exported model's hidden states differ from the checkpoint's"),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "words"), WRONG.values(), ids=WRONG)
 def test_a_plugin_whose_folder_would_not_work_leaves_none(tmp_path, tokenizer, offline, plugin, before, after, words):
     plugin(PLUGIN.replace(before, after))
     load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="slopes")
@@ -226,19 +216,13 @@ def test_a_plugin_whose_folder_would_not_work_leaves_none(tmp_path, tokenizer, o
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("hf") and path.name != "hf_modules"]
 
 
+MAPS = {f"embeddings.position.{m}.{kind}" for m in ("key", "norm", "query") for kind in ("bias", "weight")}
 WEIGHTS = {
-    "bert-r": {"encoder.embeddings.position.relative"},
-    "ddrp": {"encoder.embeddings.position.direction", "encoder.embeddings.position.distance"},
-    "deberta": {
-        "encoder.embeddings.position.relative",
-        "encoder.layers.0.layer_position.key.weight",
-        "encoder.layers.0.layer_position.query.bias",
-        "encoder.layers.0.layer_position.query.weight",
-    },
-    "tupe-r": {
-        *(f"encoder.embeddings.position.{name}" for name in ("relative", "table")),
-        *(f"encoder.embeddings.position.{m}.{kind}" for m in ("key", "norm", "query") for kind in ("bias", "weight")),
-    },
+    "bert-r": {"embeddings.position.relative"},
+    "ddrp": {"embeddings.position.direction", "embeddings.position.distance"},
+    "deberta": {"embeddings.position.relative"}
+    | {f"layers.0.layer_position.{name}" for name in ("key.weight", "query.bias", "query.weight")},
+    "tupe-r": {"embeddings.position.relative", "embeddings.position.table"} | MAPS,
 }
 """Weights of the positions in folders of all versions."""
 
@@ -249,14 +233,14 @@ def test_a_folder_of_an_older_version_is_read(tmp_path, tokenizer, offline, enco
     load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding=encoding, num_layers=1, deberta_emd=False)
     folder = tmp_path / "hf"
     weights = export_checkpoint(load, folder).weights
-    assert {name for name in weights if "position" in name} == WEIGHTS[encoding]
+    assert {name for name in weights if "position" in name} == {f"encoder.{name}" for name in WEIGHTS[encoding]}
     for path in folder.glob("*.py"):
         path.unlink()
     (folder / "export_sums.json").unlink()
     (folder / "modeling_positions.py").write_text("raise AssertionError")
-    values = json.loads((folder / "config.json").read_text())
-    del values["direction_init"]
-    (folder / "config.json").write_text(json.dumps(values))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in settings.items() if k != "direction_init"}))
+    assert "direction_init" in settings
     READERS["glue"](folder)
     batch = padded_pair_batch(tokenizer.vocab_size)
     states, again = (ours(model, *batch)[0] for model in (load_model(load)[0], load_hugging_face(folder)[0]))
@@ -277,12 +261,10 @@ def test_every_position_term_and_dropout_acts_as_its_formula_says(offline):
         torch.testing.assert_close(logits[b, h, i, j], products * 0.3 + bias[0, h, i, j] + offset_bias[h, r])
     changes = {"scale": {"scale": 0.4}, "lowest": {"lowest": 0, "highest": 3}, "highest": {"lowest": -2, "highest": 1}}
     changes["table_row"] = {"table_row": torch.tensor([0, 1, 1, 3])}
-    for field in dataclasses.fields(PositionTerms):  # a field that is new in the contract must act here, too
-        if field.name == "biases_compared":  # HCD's, which belongs to training
-            continue
-        changed = dataclasses.replace(terms, **changes.get(field.name, {field.name: None}))
-        other = attention_logits(query, key, changed)
-        assert not torch.equal(other, logits), field.name
+    names = {field.name for field in dataclasses.fields(PositionTerms)}  # a new one must act here, too
+    for name in names - {"biases_compared"}:  # HCD's, which belongs to training
+        changed = dataclasses.replace(terms, **changes.get(name, {name: None}))
+        assert not torch.equal(attention_logits(query, key, changed), logits), name
     config = DdrpConfig(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)
     layer = EncoderLayer(config, encoding_class(config.position_encoding), 0)
     assert (layer.dropout.p, layer.attention.dropout.p) == (0.3, 0.2)
@@ -305,11 +287,8 @@ def test_torch_export_takes_the_model(offline, encoding):
 
 
 FINE_TUNED = dict(zip(("sequence", "tokens", "qa"), (form.name for form in HEAD_FORMS), strict=True))
-NEW = {
-    "sequence": {"pooler.dense.weight", "pooler.dense.bias", "classifier.weight", "classifier.bias"},
-    "tokens": {"classifier.weight", "classifier.bias"},
-    "qa": {"qa_outputs.weight", "qa_outputs.bias"},
-}
+NEW = {"tokens": {"classifier.weight", "classifier.bias"}, "qa": {"qa_outputs.weight", "qa_outputs.bias"}}
+NEW["sequence"] = NEW["tokens"] | {"pooler.dense.weight", "pooler.dense.bias"}
 """Kind of a head → names of its weights."""
 
 
@@ -330,13 +309,10 @@ def folders(tmp_path, made_exports, export_of, offline):
 @pytest.mark.parametrize("kind", FINE_TUNED)
 def test_a_masked_lm_loads_under_a_new_head_and_says_so(folders, kind):
     options = {"num_labels": 100, "classifier_dropout": 0.5} if kind != "qa" else {}
-    settings = json.loads((folders.own / "config.json").read_text()) | {"initializer_range": 0.5}
-    (folders.own / "config.json").write_text(json.dumps(settings))
-    model, report = auto_class(kind).from_pretrained(
-        folders.own, trust_remote_code=True, output_loading_info=True, **options
-    )
-    assert type(model).__name__ == f"DdrpFor{FINE_TUNED[kind]}"
-    assert set(report["missing_keys"]) == NEW[kind]
+    conftest.change_json(folders.own / "config.json", initializer_range=0.5)
+    options |= {"trust_remote_code": True, "output_loading_info": True}
+    model, report = auto_class(kind).from_pretrained(folders.own, **options)
+    assert type(model).__name__ == f"DdrpFor{FINE_TUNED[kind]}" and set(report["missing_keys"]) == NEW[kind]
     assert all(name.startswith("head.") for name in report["unexpected_keys"]) and report["unexpected_keys"]
     weights = dict(model.named_parameters())
     assert not any(weights[name].any() for name in NEW[kind] if name.endswith("bias"))
@@ -394,25 +370,21 @@ def test_every_kind_trains_under_the_trainer_and_is_saved_whole(tmp_path, tokeni
 
     model = auto_class(kind).from_pretrained(export_of("ddrp"), trust_remote_code=True)
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
-    labels = {
-        "sequence": {"labels": [1, 0, 1]},
-        "tokens": {"labels": (ids % 2).tolist()},
-        "qa": {"start_positions": [1, 4, 0], "end_positions": [3, 12, 1]},
-    }[kind]
+    labels = {"sequence": {"labels": [1, 0, 1]}, "tokens": {"labels": (ids % 2).tolist()}}
+    labels = labels.get(kind, {"start_positions": [1, 4, 0], "end_positions": [3, 12, 1]})
     columns = {"input_ids": ids, "attention_mask": mask, "token_type_ids": segments, "unread": [0, 0, 0], **labels}
     rows = [{name: values[row] for name, values in columns.items()} for row in range(3)]
-    steps = {"per_device_train_batch_size": 3, "learning_rate": 1e-2, "max_steps": 6}
-    quiet = {"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
-    settings = TrainingArguments(str(tmp_path / "out"), **steps, **quiet)
-    trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=rows)
+    settings = {"per_device_train_batch_size": 3, "learning_rate": 1e-2, "max_steps": 6, "save_strategy": "no"}
+    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), **settings), train_dataset=rows, eval_dataset=rows)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < 0.9 * before
     trainer.save_model(tmp_path / "saved")
     again = auto_class(kind).from_pretrained(tmp_path / "saved", trust_remote_code=True)
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
     encoder = AutoModel.from_pretrained(tmp_path / "saved", trust_remote_code=True)
-    assert all(torch.equal(tensor, model.encoder.state_dict()[name]) for name, tensor in encoder.state_dict().items())
+    for first, second in ((model, again), (encoder, model.encoder)):
+        assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
 
 
 @pytest.mark.parametrize("encoding", ["ddrp", "rope"])

@@ -13,7 +13,6 @@ import pytest
 import torch
 from parity import CASES, write_run
 
-from megatron_ddrp import checkpoint
 from megatron_ddrp.checkpoint import load_model, read_state, write_state
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.conversion.families.contract import CARD, SUMS, refuse_output
@@ -25,15 +24,8 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.model import count_parameters
 from tests.refusals import refused
-from tests.unit.conversion.conftest import (
-    READERS,
-    SEQ_LENGTH,
-    encoded,
-    ours,
-    padded_pair_batch,
-    positions_of,
-    write_checkpoint,
-)
+from tests.unit.conversion import conftest
+from tests.unit.conversion.conftest import READERS, SEQ_LENGTH, encoded, padded_pair_batch, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("few_probes")
 
@@ -51,14 +43,10 @@ ARCHITECTURES = [
     {"position_encoding": "ddrp", "absolute_embedding": True},
     {"position_encoding": "deberta", "absolute_embedding": True, "layernorm_position": "pre"},
     {"position_encoding": "tupe-r", "absolute_embedding": True, "relative_distance": 12},
-    {
-        **{"position_encoding": "rope", "local_attention": 6, "global_every": 2, "local_rope_theta": 9.0},
-        "deberta_emd": True,
-    },
-    {
-        **{"position_encoding": "alibi", "layernorm_position": "pre", "first_norm": False, "norm": "rmsnorm"},
-        **{"ffn": "geglu", "bias": False, "num_segments": 0, "embedding_size": 16},
-    },
+    {"position_encoding": "rope", "local_attention": 6, "global_every": 2, "local_rope_theta": 9.0}
+    | {"deberta_emd": True},
+    {"position_encoding": "alibi", "layernorm_position": "pre", "first_norm": False, "norm": "rmsnorm"}
+    | {"ffn": "geglu", "bias": False, "num_segments": 0, "embedding_size": 16},
     {"position_encoding": "t5", "ffn": "swiglu", "bias": False, "norm_bias": True, "embedding_norm": False},
 ]
 PLAIN = {"absolute": "BertForMaskedLM", "deberta-v2": "DebertaV2ForMaskedLM"}
@@ -74,7 +62,6 @@ def test_hidden_states_and_logits_are_equal(tmp_path, tokenizer, offline, settin
     export = export_checkpoint(load, tmp_path / "hf")
     model, _, config = load_model(load)
     assert sum(weight.numel() for weight in export.weights.values()) == count_parameters(model)[0]
-
     usual = {"layernorm_position": "post", "relative_table": "shared"}.items() <= settings.items()
     plain = PLAIN.get(settings["position_encoding"]) if usual else None
     options = {} if plain else {"trust_remote_code": True}
@@ -82,10 +69,9 @@ def test_hidden_states_and_logits_are_equal(tmp_path, tokenizer, offline, settin
     assert type(loaded).__name__ == (plain or "DdrpForMaskedLM")
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert loaded.config.vocab_size == tokenizer.vocab_size < config.model.padded_vocab_size
-
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     valid = mask.bool()
-    states, logits = ours(model, ids, segments, mask)
+    states, logits = conftest.ours(model, ids, segments, mask)
     inputs = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask}
     output = loaded.eval()(**inputs, output_hidden_states=True, output_attentions=not plain)
     torch.testing.assert_close(output.logits[valid], logits[valid], atol=1e-5, rtol=1e-5)
@@ -94,7 +80,6 @@ def test_hidden_states_and_logits_are_equal(tmp_path, tokenizer, offline, settin
     if not plain:
         assert output.attentions[0].shape == (3, 4, SEQ_LENGTH, SEQ_LENGTH)
         assert output.attentions[0].masked_select(~valid[:, None, None, :]).max() == 0
-
     encoder = AutoModel.from_pretrained(tmp_path / "hf", **options).eval()
     last = encoder(**inputs).last_hidden_state
     torch.testing.assert_close(last[valid], states[-1][valid], atol=1e-5, rtol=1e-5)
@@ -121,23 +106,20 @@ def test_own_model_trains_saves_and_grows(tmp_path, tokenizer, own_code_model, e
     model = own_code_model(AutoModelForMaskedLM, encoding)
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     labels = torch.where(torch.arange(SEQ_LENGTH) % 3 == 0, ids, -100)
-    output = model(ids, mask, segments, labels=labels)
-    chosen = labels != -100
+    output, chosen = model(ids, mask, segments, labels=labels), labels != -100
     expected = torch.nn.functional.cross_entropy(output.logits[chosen], labels[chosen])
     torch.testing.assert_close(output.loss, expected)
     output.loss.backward()
-    silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert silent == []
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == [], "silent"
     assert isinstance(model(ids, return_dict=False), tuple)
-
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForMaskedLM.from_pretrained(tmp_path / "again", trust_remote_code=True).eval()
-    assert torch.equal(again(ids).logits, model(ids).logits)
-    before = model(ids).logits
-    model.resize_token_embeddings(tokenizer.vocab_size + 5)
+    before, size = model(ids).logits, tokenizer.vocab_size
+    assert torch.equal(again(ids).logits, before)
+    model.resize_token_embeddings(size + 5)
     grown = model(ids).logits
-    torch.testing.assert_close(grown[..., : tokenizer.vocab_size], before)
-    assert grown.shape[-1] == tokenizer.vocab_size + 5
+    torch.testing.assert_close(grown[..., :size], before)
+    assert grown.shape[-1] == size + 5
 
 
 @pytest.mark.parametrize("encoding", ["tupe-a", "deberta"])
@@ -153,7 +135,9 @@ def test_too_long_an_input_names_both_lengths(own_code_model, encoding):
         assert model.encoder(ids).last_hidden_state.shape[1] == SEQ_LENGTH + 1
 
 
-def test_command_converts_and_says_what_it_did(tmp_path, tokenizer, offline, convert):
+def test_command_says_what_it_did_and_overwrite_replaces_hugging_face_folders_alone(
+    tmp_path, tokenizer, offline, convert
+):
     from transformers import AutoModelForMaskedLM
 
     load, output = write_checkpoint(tmp_path / "run", tokenizer), tmp_path / "hf"
@@ -164,11 +148,6 @@ def test_command_converts_and_says_what_it_did(tmp_path, tokenizer, offline, con
     model = AutoModelForMaskedLM.from_pretrained(output, trust_remote_code=True)
     assert f"{model.num_parameters():,} parameters" in first.stdout
     assert "108 rows of vocabulary padding" in first.stdout and "iter_0000003" in first.stdout
-
-
-def test_overwrite_replaces_hugging_face_folders_alone(tmp_path, tokenizer):
-    load, output = write_checkpoint(tmp_path / "run", tokenizer), tmp_path / "hf"
-    export_checkpoint(load, output)
     (output / "stale").write_text("x")
     for name in ("hf.tmp", "hf.replaced"):
         (tmp_path / name).mkdir()
@@ -178,7 +157,7 @@ def test_overwrite_replaces_hugging_face_folders_alone(tmp_path, tokenizer):
         assert (tmp_path / name / "mine").read_text() == "mine"
         shutil.rmtree(tmp_path / name)
     assert not (output / "stale").exists() and (output / "model.safetensors").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run", "vocab.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "hf_modules") == ["hf", "run", "vocab.txt"]
     refused("not a Hugging Face folder", export_checkpoint, load, load, overwrite=True)
     assert (load / "latest").exists()
 
@@ -222,7 +201,6 @@ def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, off
     assert not report["missing_keys"] and not report["unexpected_keys"]
     summary = export.summary()
     assert "AutoModelForPreTraining" in summary and "the generator" in summary and "replaced-token head" in summary
-
     model, _, _ = load_model(load)
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     valid = mask.bool()
@@ -231,38 +209,32 @@ def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, off
     output = loaded.eval()(**inputs, output_hidden_states=True)
     torch.testing.assert_close(output.logits[valid], model.head.logits(hidden)[valid], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(output.hidden_states[-1][valid], hidden[valid], atol=1e-5, rtol=1e-5)
-
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", **options)
     assert classifier(**inputs).logits.shape == (3, 2)
-    batch = Batch(ids, ids, mask, positions_of(mask), segments, mask)
+    batch = Batch(ids, ids, mask, conftest.positions_of(mask), segments, mask)
     for folder in (export.source, tmp_path / "hf"):
         encoder = load_encoder(folder).fresh(0, torch.device("cpu")).eval()
         torch.testing.assert_close(encoder(batch)[valid], hidden[valid], atol=1e-5, rtol=1e-5)
 
 
-@torch.no_grad()
-def test_a_run_goes_on_from_an_exported_rtd_model(tmp_path, tokenizer, offline):
-    """Its one table becomes the generator's, beside a difference of 0; head and layers are those of before."""
-    load = write_checkpoint(tmp_path / "run", tokenizer, "rtd")
-    export_checkpoint(load, tmp_path / "hf")
-    imported = import_folder(tmp_path / "hf", tmp_path / "again")
-    assert "generator (drawn anew" in imported.summary() and "difference of the embeddings (0" in imported.summary()
-    (before, _, _), (after, _, config) = load_model(load), load_model(tmp_path / "again")
-    assert config.objective.objective == "rtd" and not after.embeddings.difference.weight.any()
-    _, _, mask = batch = padded_pair_batch(tokenizer.vocab_size)
-    logits = [model.head.logits(encoded(model, *batch))[mask.bool()] for model in (before, after)]
-    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("objective", ["electra", "rtd"])
-def test_a_generators_mask_decoder_and_models_without_segments_come_back(tmp_path, tokenizer, offline, objective):
+@torch.no_grad()
+def test_a_run_goes_on_from_an_exported_discriminator(tmp_path, tokenizer, offline, objective):
+    """Its generator's mask decoder and its lack of segments come back, and head and layers are those of before; RTD's
+    one table becomes the generator's, beside a difference of 0."""
     changes = {"position_encoding": "ddrp", "deberta_emd": True, "num_segments": 0}
     load = write_checkpoint(tmp_path / "run", tokenizer, objective, **changes)
     export_checkpoint(load, tmp_path / "hf")
-    imported = import_folder(tmp_path / "hf", tmp_path / "again")
-    assert "--deberta-emd" in imported.summary() and "--num-segments 0" in imported.summary()
-    model = load_model(tmp_path / "again")[0]
-    assert model.generator.mask_decoder is not None and model.embeddings.segment is None
+    summary = import_folder(tmp_path / "hf", tmp_path / "again").summary()
+    assert "--deberta-emd" in summary and "--num-segments 0" in summary and "generator (drawn anew" in summary
+    (before, _, _), (after, _, config) = load_model(load), load_model(tmp_path / "again")
+    assert after.generator.mask_decoder is not None and after.embeddings.segment is None
+    assert config.objective.objective == objective
+    if objective == "rtd":
+        assert "difference of the embeddings (0" in summary and not after.embeddings.difference.weight.any()
+    _, _, mask = batch = padded_pair_batch(tokenizer.vocab_size)
+    logits = [model.head.logits(encoded(model, *batch))[mask.bool()] for model in (before, after)]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture(params=["absolute", "ddrp"])
@@ -270,63 +242,50 @@ def export(export_of, request):
     return export_of(request.param)
 
 
-def test_every_file_but_code_and_card_has_a_sum_and_a_folder_without_sums_is_read(export):
+def test_every_file_but_code_and_card_has_a_sum_damaged_sums_are_refused_and_absent_ones_are_not(export):
     files = json.loads((export / SUMS).read_text(encoding="utf-8"))["files"]
     written = {str(path.relative_to(export)) for path in export.rglob("*") if path.is_file() and path.suffix != ".py"}
     assert {*files, SUMS, CARD} == written and "1_Pooling/config.json" in files
+    for content in ("{}", "[]", '{"files": {}}', '{"files": {"config.json": {"bytes": 1}}}', "{"):
+        (export / SUMS).write_text(content, encoding="utf-8")
+        refused(SUMS, READERS["glue"], export)
     (export / SUMS).unlink()
     READERS["glue"](export)
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_an_edited_card_is_no_damage(export, reader):
+def test_a_flipped_bit_is_refused_by_every_reader_and_an_edited_card_is_no_damage(export, reader):
     (export / CARD).write_text("Trained by us.\n", encoding="utf-8")
     READERS[reader](export)
     (export / CARD).unlink()
     READERS[reader](export)
+    for name in ("model.safetensors", "config.json", "vocab.txt", "tokenizer.json"):
+        content = (export / name).read_bytes()
+        flipped = bytearray(content)
+        flipped[random.Random(name).randrange(len(content))] ^= 1
+        (export / name).write_bytes(flipped)
+        refused(f"{name} has the CRC-32 .* damaged or changed since its export", READERS[reader], export)
+        (export / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "vocab.txt", "tokenizer.json"])
-@pytest.mark.parametrize("reader", READERS)
-def test_a_flipped_bit_is_refused_by_every_reader(export, reader, name):
-    content = bytearray((export / name).read_bytes())
-    content[random.Random(name).randrange(len(content))] ^= 1
-    (export / name).write_bytes(content)
-    refused(f"{name} has the CRC-32 .* damaged or changed since its export", READERS[reader], export)
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", '{"files": {}}', '{"files": {"config.json": {"bytes": 1}}}', "{"])
-def test_damaged_sums_are_refused(export, content):
-    (export / SUMS).write_text(content, encoding="utf-8")
-    refused(SUMS, READERS["glue"], export)
-
-
-@pytest.mark.parametrize("name", [".", "../here", ".."])
-def test_folders_around_the_current_one_are_refused(tmp_path, monkeypatch, name):
+def test_folders_around_the_current_one_are_refused(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    call = partial(refuse_output, Path(name), overwrite=True, replaceable=lambda _: True, kind="an export")
-    assert refused("is or holds the current folder", call).exit_code == 2
+    for name in (".", "../here", ".."):
+        call = partial(refuse_output, Path(name), overwrite=True, replaceable=lambda _: True, kind="an export")
+        assert refused("is or holds the current folder", call).exit_code == 2
 
 
 LABELS = ("no", "maybe", "yes")
 FORMS = dict(zip(("sequence", "tokens", "qa"), HEAD_FORMS, strict=True))
-SHAPES = {
-    "sequence": {"pooler.dense": (32, 32), "classifier": (3, 32)},
-    "tokens": {"classifier": (3, 32)},
-    "qa": {"qa_outputs": (2, 32)},
-}
+SHAPES = {"sequence": {"pooler.dense": (32, 32), "classifier": (3, 32)}}
+SHAPES |= {"tokens": {"classifier": (3, 32)}, "qa": {"qa_outputs": (2, 32)}}
 CLASSES = {
     **{"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
     **{"deberta": "Deberta", "deberta-v2": "DebertaV2", "electra": "Ddrp", "modernbert": "Ddrp"},
     **dict.fromkeys(("megatron_ddrp", "nomic_bert", "eurobert"), "Ddrp"),
 }
 """Family that a masked LM leaves as → beginning of the class that its fine-tuned model is written as."""
-
-
-def model_of(run):
-    """Return the model of a run, and its tokenizer."""
-    return checkpoint.read_model(checkpoint.choose_checkpoint(run))[:2]
 
 
 def make_head(kind, problem_type=None):
@@ -362,10 +321,8 @@ def found_scores(loaded, ids, segments, mask):
     """Return each row's scores by transformers, without its padding."""
     types = {"token_type_ids": segments} if loaded.config.type_vocab_size > 1 else {}
     output = loaded.eval()(input_ids=ids, attention_mask=mask, **types)
-    if "start_logits" in output:
-        scores = torch.stack([output.start_logits, output.end_logits], dim=-1)
-    else:
-        scores = output.logits
+    is_qa = "start_logits" in output
+    scores = torch.stack([output.start_logits, output.end_logits], dim=-1) if is_qa else output.logits
     return [row if row.dim() == 1 else row[:length] for row, length in zip(scores, mask.sum(1).tolist(), strict=True)]
 
 
@@ -379,24 +336,19 @@ def check_folder(model, tokenizer, kind, folder):
     auto_class = f"AutoModelFor{FORMS[kind].name}"
     trust = ", trust_remote_code=True" if (folder / "modeling_ddrp.py").exists() else ""
     assert line == f'{auto_class}.from_pretrained("{folder}"{trust})'
-    loaded, report = getattr(transformers, auto_class).from_pretrained(
-        folder, trust_remote_code=bool(trust), output_loading_info=True
-    )
+    options = {"trust_remote_code": bool(trust), "output_loading_info": True}
+    loaded, report = getattr(transformers, auto_class).from_pretrained(folder, **options)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
-    ids = torch.where(mask > 0, ids, tokenizer.pad_id)
-    segments = segments * (model.config.num_segments > 1)
-    found = found_scores(loaded, ids, segments, mask)
-    expected = expected_scores(model, head, ids, segments, mask)
-    for scores, by_definition in zip(found, expected, strict=True):
-        torch.testing.assert_close(scores, by_definition, atol=1e-5, rtol=1e-5)
+    batch = torch.where(mask > 0, ids, tokenizer.pad_id), segments * (model.config.num_segments > 1), mask
+    for found, expected in zip(found_scores(loaded, *batch), expected_scores(model, head, *batch), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     return loaded
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_family_under_a_head_of_texts(tmp_path, offline, case):
-    run = write_run(case, tmp_path / "run")
-    model, tokenizer = model_of(run)
+    model, tokenizer, _ = load_model(write_run(case, tmp_path / "run"))
     loaded = check_folder(model, tokenizer, "sequence", tmp_path / "tuned")
     assert type(loaded).__name__ == f"{CLASSES[case.family.model_type]}ForSequenceClassification"
     assert loaded.config.id2label == dict(enumerate(LABELS))
@@ -418,8 +370,7 @@ MODELS = {
 @pytest.mark.parametrize("kind", ["tokens", "qa"])
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_of_tokens_and_answers(tmp_path, offline, tokenizer, name, kind):
-    run = write_checkpoint(tmp_path / "run", tokenizer, **MODELS[name])
-    model = model_of(run)[0]
+    model = load_model(write_checkpoint(tmp_path / "run", tokenizer, **MODELS[name]))[0]
     plain = {"absolute": "Bert", "deberta": "Deberta"}
     loaded = check_folder(model, tokenizer, kind, tmp_path / "tuned")
     assert type(loaded).__name__ == f"{plain.get(name, 'Ddrp')}For{FORMS[kind].name}"
@@ -430,8 +381,7 @@ def test_heads_of_tokens_and_answers(tmp_path, offline, tokenizer, name, kind):
 @pytest.mark.parametrize("name", ["absolute", "ddrp"])
 @torch.no_grad()
 def test_a_folder_comes_back_as_an_encoder_without_its_head(tmp_path, offline, tokenizer, name):
-    run = write_checkpoint(tmp_path / "run", tokenizer, **MODELS[name])
-    model = model_of(run)[0]
+    model = load_model(write_checkpoint(tmp_path / "run", tokenizer, **MODELS[name]))[0]
     head = make_head("sequence", problem_type="single_label_classification")
     write_finetuned(model, tokenizer, head, tmp_path / "tuned", {"fine_tuning": {"max_seq_length": 16}})
     settings = json.loads((tmp_path / "tuned" / "config.json").read_text())
@@ -447,8 +397,7 @@ def test_a_folder_comes_back_as_an_encoder_without_its_head(tmp_path, offline, t
 
 
 def test_a_model_in_half_precision_is_left_as_it_is(tmp_path, offline, tokenizer):
-    run = write_checkpoint(tmp_path / "run", tokenizer, objective="electra")
-    model = model_of(run)[0].train().bfloat16()
+    model = load_model(write_checkpoint(tmp_path / "run", tokenizer, objective="electra"))[0].train().bfloat16()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     write_finetuned(model, tokenizer, make_head("tokens"), tmp_path / "tuned")
     assert model.training
@@ -457,8 +406,8 @@ def test_a_model_in_half_precision_is_left_as_it_is(tmp_path, offline, tokenizer
 
 
 def test_a_folder_that_would_not_load_is_not_written(tmp_path, offline, tokenizer, monkeypatch):
-    run = write_checkpoint(tmp_path / "run", tokenizer)
-    model, head, words = model_of(run)[0], make_head("tokens"), "exported model's logits differ from the checkpoint's"
+    model, head = load_model(write_checkpoint(tmp_path / "run", tokenizer))[0], make_head("tokens")
+    words = "exported model's logits differ from the checkpoint's"
     monkeypatch.setattr(TunedHead, "scores", lambda self, hidden: {"logits": hidden[..., :3]})
     refused(words, write_finetuned, model, tokenizer, head, tmp_path / "tuned")
     model.layers[0].attention.query.weight.data[0, 0] = torch.nan
