@@ -22,22 +22,8 @@ from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.text_encoder import load_encoder
 from tests.refusals import refused
-from tests.unit.conversion.conftest import (
-    DEBERTA,
-    READERS,
-    SAFE,
-    SEQ_LENGTH,
-    SIZES,
-    STRANGE,
-    change_json,
-    ours,
-    padded_pair_batch,
-    refused_in_one_line,
-    set_keys,
-    stored,
-    write_checkpoint,
-    write_folder,
-)
+from tests.unit.conversion import conftest
+from tests.unit.conversion.conftest import DEBERTA, READERS, SAFE, change_json, set_keys, stored, write_folder
 from tests.unit.conversion.tokenizers_of_families import small_byte_level
 
 
@@ -49,21 +35,22 @@ def write_pickle(folder, change=lambda weights: weights):
 
 @torch.no_grad()
 def assert_equal(model, folder):
-    """Hidden states after the embeddings and every layer, and logits."""
+    """Hidden states after the embeddings and every layer, and logits of the tokenizer's pieces."""
     loaded, _, config = load_model(folder)
-    ids, segments, mask = padded_pair_batch(SIZES["vocab_size"])
+    ids, segments, mask = conftest.padded_pair_batch(conftest.SIZES["vocab_size"])
     valid = mask.bool()
     theirs = segments * (config.model.num_segments == 2)  # transformers knows no segment beyond its table
     output = model(ids, attention_mask=mask, token_type_ids=theirs, output_hidden_states=True)
-    states, logits = ours(loaded, ids, segments, mask)
+    states, logits = conftest.ours(loaded, ids, segments, mask)
     for theirs, expected in zip(output.hidden_states, states, strict=True):
         torch.testing.assert_close(theirs[valid], expected[valid], atol=1e-5, rtol=1e-5)
-    if "logits" in output:
-        torch.testing.assert_close(output.logits[valid], logits[valid], atol=1e-5, rtol=1e-5)
+    found = output.get("logits", output.get("prediction_logits"))
+    if found is not None:
+        torch.testing.assert_close(found[valid][:, :20], logits[valid])
     return config
 
 
-def test_bert(tmp_path, hf, vocab):
+def test_bert_and_the_tokenizers(tmp_path, hf, vocab):
     model = write_folder(hf, vocab, "BertForMaskedLM", layer_norm_eps=1e-6)
     imported = import_folder(hf, tmp_path / "run")
     config = assert_equal(model, tmp_path / "run")
@@ -73,34 +60,51 @@ def test_bert(tmp_path, hf, vocab):
     assert (tmp_path / "run" / "tokenizer" / "vocab.txt").read_bytes() == vocab.read_bytes()
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert names == ["config.json", "iter_0000000", "latest", "tokenizer"]
+    (hf / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    assert import_folder(hf, tmp_path / "cased").tokenizer.tokenizer_type == "BertWordPieceCase"
+    (hf / "vocab.txt").unlink()
+    small_byte_level(hf)
+    imported = import_folder(hf, tmp_path / "bytes")
+    again = load_model(tmp_path / "bytes")[1]
+    assert again.fingerprint == imported.tokenizer.fingerprint and again.encode("ab abc") == [10, 9, 10, 7]
+    assert again.word_starts[[9, 11]].all() and not again.word_starts[10]
+    flags = f"--tokenizer-type HuggingFace --tokenizer-model {tmp_path / 'bytes' / 'tokenizer'}"
+    assert imported.summary().count(flags) == 1
+    (hf / "tokenizer.json").unlink()
+    without = import_folder(hf, tmp_path / "none")
+    assert without.config.vocab_size == 20 and "tokenizer:   none" in without.summary()
+    assert "next:" not in without.summary() and "then:" not in without.summary()
+    assert not (tmp_path / "none" / "tokenizer").exists()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"legacy": True},
-        {"legacy": False, "type_vocab_size": 2, "pos_att_type": ["p2c", "c2p"]},
-        {"max_relative_positions": -1, "type_vocab_size": 1},
-        {"position_biased_input": True},
-    ],
-    ids=["usual", "two segments", "far", "absolute input"],
-)
-def test_deberta(tmp_path, hf, vocab, settings):
+DEBERTAS = {
+    "usual": {"legacy": True, "layer_norm_eps": 1e-7},
+    "two segments": {"legacy": False, "type_vocab_size": 2, "pos_att_type": ["p2c", "c2p"]},
+    "far": {"max_relative_positions": -1, "type_vocab_size": 1},
+    "absolute input": {"position_biased_input": True},
+}
+
+
+@pytest.mark.parametrize("settings", DEBERTAS.values(), ids=DEBERTAS)
+def test_deberta_and_its_printed_flags(tmp_path, hf, vocab, settings):
     model = write_folder(hf, vocab, "DebertaForMaskedLM", **{**DEBERTA, **settings})
     imported = import_folder(hf, tmp_path / "run")
     config = assert_equal(model, tmp_path / "run").model
-    assert config.relative_distance == (5 if "max_relative_positions" not in settings else SEQ_LENGTH)
+    assert config.relative_distance == (5 if "max_relative_positions" not in settings else conftest.SEQ_LENGTH)
     assert (config.position_encoding, config.deberta_emd, config.relative_table) == ("deberta", False, "shared")
     assert (config.key_bias, config.num_segments) == (False, settings.get("type_vocab_size", 0))
     assert imported.weights.initialised == []
     assert bool(config.absolute_embedding) == settings.get("position_biased_input", False)
+    flags = model_flags(imported.config)
+    assert "--no-deberta-emd" in flags and all(flag in imported.summary() for flag in flags)
     assert ("--absolute-embedding" in imported.summary()) == bool(config.absolute_embedding)
+    assert parse_arguments(flags).config.replace(model={"vocab_size": 20}).model == imported.config
 
 
 def test_deberta_as_microsoft_published_it(tmp_path, hf, vocab):
     """Its head is `lm_predictions`, its absolute positions serve a decoder that is not there, all in a pickle."""
     model = write_folder(hf, vocab, "DebertaForMaskedLM", legacy=False, **DEBERTA)
-    positions = {"deberta.embeddings.position_embeddings.weight": torch.ones(SEQ_LENGTH, 32)}
+    positions = {"deberta.embeddings.position_embeddings.weight": torch.ones(conftest.SEQ_LENGTH, 32)}
     write_pickle(hf, lambda weights: weights | positions)
     imported = import_folder(hf, tmp_path / "run")
     assert_equal(model, tmp_path / "run")
@@ -112,25 +116,16 @@ def test_pretraining_folder_in_the_oldest_spelling(tmp_path, hf, vocab):
     model = write_folder(hf, vocab, "BertForPreTraining")
 
     def old_spelling(weights):
-        tied = {
-            "cls.predictions.decoder.weight": weights["bert.embeddings.word_embeddings.weight"],
-            "cls.predictions.decoder.bias": weights["cls.predictions.bias"],
-            "bert.embeddings.position_ids": torch.arange(SEQ_LENGTH)[None],
-        }
-        renamed = {
-            name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
-            for name, tensor in weights.items()
-        }
-        return renamed | tied
+        new = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): tensor for name, tensor in weights.items()}
+        new = {name.replace("LayerNorm.bias", "LayerNorm.beta"): tensor for name, tensor in new.items()}
+        new["cls.predictions.decoder.weight"] = weights["bert.embeddings.word_embeddings.weight"]
+        new["cls.predictions.decoder.bias"] = weights["cls.predictions.bias"]
+        return new | {"bert.embeddings.position_ids": torch.arange(conftest.SEQ_LENGTH)[None]}
 
     write_pickle(hf, old_spelling)
     summary = import_folder(hf, tmp_path / "run").summary()
     model.cls.forward = lambda hidden, _, head=model.cls.predictions: (head(hidden), None)
-    loaded, _, _ = load_model(tmp_path / "run")
-    ids, segments, mask = padded_pair_batch(20)
-    with torch.no_grad():
-        theirs = model(ids, attention_mask=mask, token_type_ids=segments).prediction_logits
-    torch.testing.assert_close(theirs[mask.bool()], ours(loaded, ids, segments, mask)[1][mask.bool()])
+    assert_equal(model, tmp_path / "run")
     (left_out,) = (line for line in summary.splitlines() if line.startswith("left out"))
     groups = ["bert.embeddings (1)", "bert.pooler.dense (2)", "cls.seq_relationship (2)"]
     assert sorted(left_out.removeprefix("left out:").strip().split(", ")) == groups
@@ -146,12 +141,12 @@ def test_a_bare_encoder_gets_a_new_head(tmp_path, hf, vocab):
 
 
 def test_export_then_import_gives_the_same_weights(tmp_path, hf, tokenizer):
-    load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="absolute", relative_distance=64)
+    settings = {"position_encoding": "absolute", "relative_distance": 64}
+    load = conftest.write_checkpoint(tmp_path / "run", tokenizer, **settings)
     export_checkpoint(load, hf)
     import_folder(hf, tmp_path / "back")
     (model, _, config), (back, again, restored) = load_model(load), load_model(tmp_path / "back")
-    assert restored.model == config.model
-    assert again.fingerprint == tokenizer.fingerprint
+    assert restored.model == config.model and again.fingerprint == tokenizer.fingerprint
     for name, weight in model.named_parameters():
         rows = slice(tokenizer.vocab_size) if name in ("embeddings.token.weight", "head.decoder.bias") else slice(None)
         assert torch.equal(back.get_parameter(name)[rows], weight[rows]), name
@@ -161,43 +156,9 @@ def test_rows_without_a_piece_are_cut(tmp_path, hf, vocab):
     model = write_folder(hf, vocab, "BertForMaskedLM", vocab_size=24)
     imported = import_folder(hf, tmp_path / "run")
     assert "4 rows beyond the tokenizer's vocabulary" in imported.summary()
-    loaded = load_model(tmp_path / "run")[0]
-    ids, segments, mask = padded_pair_batch(20)
-    with torch.no_grad():
-        theirs = model(ids, attention_mask=mask, token_type_ids=segments).logits[..., :20]
-    torch.testing.assert_close(theirs[mask.bool()], ours(loaded, ids, segments, mask)[1][mask.bool()])
-    short = tmp_path / "short"
-    write_folder(short, vocab, "BertForMaskedLM", vocab_size=19)
-    refused("20 pieces.*embeds 19", import_folder, short, tmp_path / "refused")
-
-
-def test_printed_flags_build_the_model(tmp_path, hf, vocab):
-    write_folder(hf, vocab, "DebertaForMaskedLM", layer_norm_eps=1e-7, **DEBERTA)
-    imported = import_folder(hf, tmp_path / "run")
-    flags = model_flags(imported.config)
-    assert "--no-deberta-emd" in flags and all(flag in imported.summary() for flag in flags)
-    parsed = parse_arguments(flags).config.replace(model={"vocab_size": 20})
-    assert parsed.model == imported.config
-
-
-def test_tokenizers(tmp_path, hf, vocab):
-    write_folder(hf, vocab, "BertForMaskedLM")
-    (hf / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    assert import_folder(hf, tmp_path / "cased").tokenizer.tokenizer_type == "BertWordPieceCase"
-    (hf / "vocab.txt").unlink()
-    small_byte_level(hf)
-    imported = import_folder(hf, tmp_path / "bytes")
-    again = load_model(tmp_path / "bytes")[1]
-    assert again.fingerprint == imported.tokenizer.fingerprint
-    assert again.encode("ab abc") == [10, 9, 10, 7]
-    assert again.word_starts[[9, 11]].all() and not again.word_starts[10]
-    flags = f"--tokenizer-type HuggingFace --tokenizer-model {tmp_path / 'bytes' / 'tokenizer'}"
-    assert imported.summary().count(flags) == 1
-    (hf / "tokenizer.json").unlink()
-    without = import_folder(hf, tmp_path / "none")
-    assert without.config.vocab_size == 20 and "tokenizer:   none" in without.summary()
-    assert "next:" not in without.summary() and "then:" not in without.summary()
-    assert not (tmp_path / "none" / "tokenizer").exists()
+    assert_equal(model, tmp_path / "run")
+    write_folder(tmp_path / "short", vocab, "BertForMaskedLM", vocab_size=19)
+    refused("20 pieces.*embeds 19", import_folder, tmp_path / "short", tmp_path / "refused")
 
 
 class Malicious:
@@ -265,10 +226,9 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     first = convert("--from-hf", hf, "--output", run)
     assert first.returncode == 0, first.stderr
     preprocessing = "megatron-ddrp preprocess --input FILE --output-prefix corpus --tokenizer-type Bert"
-    assert f"next:        {preprocessing}" in first.stdout
-    command = f"megatron-ddrp plan --load {hf} --data-path corpus_text_document"
-    assert f"then:        {command}" in first.stdout
-    assert "--position-encoding absolute" in first.stdout and "initialised: nothing" in first.stdout
+    plan = f"megatron-ddrp plan --load {hf} --data-path corpus_text_document"
+    told = (f"next:        {preprocessing}", f"then:        {plan}", "--position-encoding absolute")
+    assert [line for line in (*told, "initialised: nothing") if line not in first.stdout] == []
     again = convert("--from-hf", hf, "--output", run)
     assert again.returncode == 2 and len(again.stderr.splitlines()) == 1 and "--overwrite" in again.stderr
     import_folder(hf, run, overwrite=True)
@@ -297,7 +257,7 @@ def change_value(path, chance):
         places.append((inside, key))
         inside = inside[key]
     where, key = chance.choice(places)
-    where[key] = chance.choice(STRANGE)
+    where[key] = chance.choice(conftest.STRANGE)
     path.write_text(json.dumps(top))
 
 
@@ -348,7 +308,7 @@ def test_a_damaged_folder_is_taken_or_refused_in_one_line(tmp_path, export_of, o
         what = damage(folder, seed)
         for name, read in READERS.items():
             try:
-                refusals += refused_in_one_line(partial(read, folder))
+                refusals += conftest.refused_in_one_line(partial(read, folder))
             except BaseException as error:
                 raise AssertionError(f"{name}, seed {seed}, {what}") from error
         shutil.rmtree(folder)
@@ -390,21 +350,22 @@ def export(export_of, offline, marker):
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize(
-    ("file", "changes"),
-    [
+def test_folders_with_code_are_refused(export, marker, reader):
+    folder = export("absolute")
+    for file, changes in (
         ("config.json", {"model_type": "evil", "auto_map": AUTO_MAP}),
         ("config.json", {"auto_map": AUTO_MAP}),
         ("config.json", {"attn_implementation": "somebody/kernel"}),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}),
-    ],
-    ids=["a model of its own", "a known model", "a kernel", "a tokenizer"],
-)
-def test_folders_with_code_are_refused(export, marker, reader, file, changes):
-    folder = export("absolute")
-    change_json(folder / file, **changes)
-    error = refused("code of a folder is never run here", READERS[reader], folder)
-    assert str(folder / file) in str(error) and not marker.exists()
+    ):
+        before = (folder / file).read_bytes()
+        change_json(folder / file, **changes)
+        error = refused("code of a folder is never run here", READERS[reader], folder)
+        assert str(folder / file) in str(error) and not marker.exists()
+        (folder / file).write_bytes(before)
+    change_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.EvilTokenizer", None]})
+    assert build_tokenizer("HuggingFace", tokenizer_model=folder).vocab_size == 20, "which reads it as data"
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("reader", ["analyze", "glue"])
@@ -418,22 +379,13 @@ def test_our_exports_are_read_by_our_own_classes(export, marker, reader):
     assert not marker.exists()
 
 
-def test_a_tokenizer_folder_is_read_as_data(export, marker):
-    folder = export("absolute")
-    change_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.EvilTokenizer", None]})
-    assert build_tokenizer("HuggingFace", tokenizer_model=folder).vocab_size == 20
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize(("pieces", "rows"), [(511, 766), (300, 555), (255, 510), (254, 508), (20, 40)])
-def test_spare_rows_are_at_most_255_and_no_more_than_the_pieces(tmp_path, pieces, rows):
-    assert check_rows(tmp_path, pieces, rows) == ""
-    assert f"has {pieces} pieces but its model embeds {rows + 1}" in check_rows(tmp_path, pieces, rows + 1)
-
-
 def test_a_small_tokenizer_beside_a_large_vocabulary_is_warned_of(tmp_path, export, capsys, recwarn):
+    """Spare rows are at most 255, and no more than the pieces."""
     import transformers
 
+    for pieces, rows in ((511, 766), (300, 555), (255, 510), (254, 508), (20, 40)):
+        assert check_rows(tmp_path, pieces, rows) == ""
+        assert f"has {pieces} pieces but its model embeds {rows + 1}" in check_rows(tmp_path, pieces, rows + 1)
     folder = export("absolute")
     config = transformers.BertConfig.from_pretrained(folder)
     config.vocab_size = 2 * 20
@@ -471,8 +423,10 @@ ABSURD = [
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("changes", ABSURD, ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()))
-def test_absurd_sizes_are_refused_before_anything_is_allocated(export, little_room, reader, changes):
+def test_absurd_sizes_are_refused_before_anything_is_allocated(export, little_room, reader):
     folder = export("absolute")
-    change_json(folder / "config.json", **changes)
-    refused(re.escape(str(folder)), READERS[reader], folder)
+    before = (folder / "config.json").read_text()
+    for changes in ABSURD:
+        (folder / "config.json").write_text(before)
+        change_json(folder / "config.json", **changes)
+        refused(re.escape(str(folder)), READERS[reader], folder)

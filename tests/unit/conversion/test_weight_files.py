@@ -17,39 +17,27 @@ from tests.unit.conversion.conftest import DEBERTA, READERS, SAFE, set_keys, sto
 pytestmark = pytest.mark.usefixtures("few_probes")
 
 PICKLE = "pytorch_model.bin"
+PADDED, OWN_MATRIX = {"pad_token_id": 0}, {"tie_word_embeddings": False}
+OF_V2 = {"max_relative_positions": -1, "position_buckets": 8, "share_att_key": True}
+OF_V2 |= {"norm_rel_ebd": "layer_norm", "type_vocab_size": 0}
 FAMILIES = {
-    "bert": ("BertForMaskedLM", {}),
-    "roberta": ("RobertaForMaskedLM", {"pad_token_id": 0}),
-    "camembert": ("CamembertForMaskedLM", {"pad_token_id": 0}),
-    "xlm-roberta": ("XLMRobertaForMaskedLM", {"pad_token_id": 0}),
-    "electra": ("ElectraForMaskedLM", {"embedding_size": 16}),
-    "deberta": ("DebertaForMaskedLM", DEBERTA),
-    "deberta-v2": (
-        "DebertaV2ForMaskedLM",
-        {**DEBERTA, "max_relative_positions": -1, "position_buckets": 8, "share_att_key": True}
-        | {"norm_rel_ebd": "layer_norm", "type_vocab_size": 0},
-    ),
-    "modernbert": ("ModernBertForMaskedLM", {"pad_token_id": 0}),
+    **{"bert": ("Bert", {}), "roberta": ("Roberta", PADDED), "camembert": ("Camembert", PADDED)},
+    **{"xlm-roberta": ("XLMRoberta", PADDED), "electra": ("Electra", {"embedding_size": 16})},
+    **{"deberta": ("Deberta", DEBERTA), "deberta-v2": ("DebertaV2", DEBERTA | OF_V2)},
+    **{"modernbert": ("ModernBert", PADDED)},
 }
 UNTIED = {
-    "bert": ("BertForMaskedLM", {"tie_word_embeddings": False}),
-    "roberta": ("RobertaForMaskedLM", {"pad_token_id": 0, "tie_word_embeddings": False}),
-    "electra": ("ElectraForMaskedLM", {"tie_word_embeddings": False}),
-    "modernbert": ("ModernBertForMaskedLM", {"pad_token_id": 0, "tie_word_embeddings": False}),
-    "eurobert": ("EuroBertForMaskedLM", {"pad_token_id": 0, "num_key_value_heads": 4}),
+    **{"bert": ("Bert", OWN_MATRIX), "roberta": ("Roberta", PADDED | OWN_MATRIX), "electra": ("Electra", OWN_MATRIX)},
+    **{
+        "modernbert": ("ModernBert", PADDED | OWN_MATRIX),
+        "eurobert": ("EuroBert", PADDED | {"num_key_value_heads": 4}),
+    },
 }
 """Families with an output matrix of its own."""
-POOLED = {
-    "bigbird": ("BigBirdForMaskedLM", {"attention_type": "original_full"}),
-    "fnet": ("FNetForMaskedLM", {}),
-    "squeezebert": ("SqueezeBertForMaskedLM", {"embedding_size": 32}),
-}
+POOLED = {"bigbird": ("BigBird", {"attention_type": "original_full"}), "fnet": ("FNet", {})}
+POOLED |= {"squeezebert": ("SqueezeBert", {"embedding_size": 32})}
 """Families with a pooler in their masked LM."""
-OTHERS = {
-    "distilbert": ("DistilBertForMaskedLM", {}),
-    "albert": ("AlbertForMaskedLM", {}),
-    "mpnet": ("MPNetForMaskedLM", {"pad_token_id": 0}),
-}
+OTHERS = {"distilbert": ("DistilBert", {}), "albert": ("Albert", {}), "mpnet": ("MPNet", PADDED)}
 """Families that transformers alone reads."""
 EMBEDDINGS = ("word_embeddings.weight", "tok_embeddings.weight", "embed_tokens.weight")
 OUTPUTS = ("decoder.weight", "generator_lm_head.weight", "vocab_projector.weight", "lm_head.weight")
@@ -58,12 +46,17 @@ OUTPUTS = ("decoder.weight", "generator_lm_head.weight", "vocab_projector.weight
 def write(folder, vocab, family, table=FAMILIES | OTHERS | POOLED):
     """A folder of a family whose tensors lie in one file."""
     class_name, settings = table[family]
-    return write_folder(folder, vocab, class_name, **settings)
+    return write_folder(folder, vocab, f"{class_name}ForMaskedLM", **settings)
 
 
 def renamed(change):
     """Store every tensor under another name."""
     return stored(lambda tensors: {change(name): tensor for name, tensor in tensors.items()})
+
+
+def behind(prefix):
+    """Store every tensor under its name behind another one."""
+    return renamed(lambda name: f"{prefix}.{name}")
 
 
 def tied_as(kept, dropped):
@@ -77,13 +70,9 @@ def tied_as(kept, dropped):
     return change
 
 
-def with_save_model(folder, model):
-    save_model(model, str(folder / SAFE))
-
-
 def decoder_behind_wrappers(folder, model):
     tied_as(OUTPUTS, EMBEDDINGS)(folder, model)
-    renamed(lambda name: f"_orig_mod.module.{name}")(folder, model)
+    behind("_orig_mod.module")(folder, model)
 
 
 def shard(folder, _, name=SAFE, write=save_file):
@@ -117,30 +106,22 @@ def change_index(change):
     return lambda folder, _=None: index_changed(folder, lambda text: json.dumps(change(json.loads(text)["weight_map"])))
 
 
-def without_first(places):
-    return {"weight_map": {name: file for name, file in places.items() if name != min(places)}}
-
-
 FORMS = {
-    "save_model": with_save_model,
+    "save_model": lambda folder, model: save_model(model, str(folder / SAFE)),
     "decoder": tied_as(OUTPUTS, EMBEDDINGS),
     "embedding": tied_as(EMBEDDINGS, OUTPUTS),
     "both": tied_as(OUTPUTS, "none"),
-    "module": renamed(lambda name: f"module.{name}"),
-    "compiled": renamed(lambda name: f"_orig_mod.{name}"),
-    "compiled in parallel": renamed(lambda name: f"module._orig_mod.{name}"),
-    "parallel, compiled": renamed(lambda name: f"_orig_mod.module.{name}"),
-    "lightning": renamed(lambda name: f"model.{name}"),
-    "fabric": renamed(lambda name: f"_forward_module.module.model.{name}"),
-    "any name": renamed(lambda name: f"student.{name}"),
-    "twice parallel": renamed(lambda name: f"module.module.{name}"),
+    **{name: behind(name) for name in ("module", "_orig_mod", "module._orig_mod", "_orig_mod.module")},
+    **{name: behind(name) for name in ("model", "_forward_module.module.model", "student", "module.module")},
     "compiled layers": renamed(lambda name: name.replace(".0.", ".0._orig_mod.", 1)),
     "fsdp": renamed(lambda name: f"_fsdp_wrapped_module.{name}".replace(".0.", ".0._checkpoint_wrapped_module.", 1)),
     "decoder, wrapped": decoder_behind_wrappers,
     "shards": shard,
     "shards of pickles": lambda folder, model: shard(folder, model, PICKLE, torch.save),
     "shards in a folder": shards_in_a_folder,
-    "shards with more": change_index(without_first),
+    "shards with more": change_index(
+        lambda places: {"weight_map": {name: file for name, file in places.items() if name != min(places)}}
+    ),
 }
 
 
@@ -164,17 +145,14 @@ def point(name):
 
 
 def lose_a_shard(folder):
-    shard(folder, None)
-    (folder / "model-00002-of-00003.safetensors").unlink()
+    damage_a_shard(folder).unlink()
 
 
 def damage_a_shard(folder):
     shard(folder, None)
-    (folder / "model-00002-of-00003.safetensors").write_bytes(b"x" * 40)
-
-
-def first_twice(tensors):
-    return tensors | {f"module.{min(tensors)}": tensors[min(tensors)] + 1}
+    path = folder / "model-00002-of-00003.safetensors"
+    path.write_bytes(b"x" * 40)
+    return path
 
 
 def with_other_encoder(tensors):
@@ -199,13 +177,11 @@ def drop(folder, part):
     save_file(kept, folder / SAFE)
 
 
+DISTANCES = "bert.encoder.layer.0.attention.self.distance_embedding.weight"
 BROKEN = {
     "shard missing": (lose_a_shard, "names 'model-00002-of-00003.safetensors', which is missing"),
     "shard damaged": (damage_a_shard, "model-00002-of-00003.safetensors: cannot be read"),
-    "not in its shard": (
-        point("model-00003-of-00003.safetensors"),
-        "it lacks bert.*, which model.*index.json names there",
-    ),
+    "elsewhere": (point("model-00003-of-00003.safetensors"), "it lacks bert.*, which model.*index.json names there"),
     "above": (point("../model.safetensors"), "names the file '../model.safetensors'; expected a file in its own"),
     "inside and above": (point("x/../../model.safetensors"), "expected a file in its own folder"),
     "absolute": (point("/etc/passwd"), "names the file '/etc/passwd'; expected a file in its own folder"),
@@ -216,21 +192,18 @@ BROKEN = {
     "empty map": (change_index(lambda places: {"weight_map": {}}), "it has no weight_map"),
     "map of numbers": (change_index(lambda places: {"weight_map": dict.fromkeys(places, 1)}), "it has no weight_map"),
     "a list": (change_index(lambda places: list(places)), "expected a JSON object"),
-    "two values": (stored(first_twice), "occurs under two names, with different values"),
+    "two values": (
+        stored(lambda these: these | {f"module.{min(these)}": these[min(these)] + 1}),
+        "occurs under two names, with different values",
+    ),
     "two encoders": (stored(with_other_encoder), "have different values|occurs under two names, with different values"),
     "int8": (quantize("query.weight", torch.int8), "query.weight is quantized, torch.int8; save the model in a flo"),
     "packed": (quantize("layer.1.output.dense", torch.uint8), "output.dense.[a-z]* is quantized, torch.uint8"),
     "int32": (quantize("LayerNorm.bias", torch.int32), "LayerNorm.bias is quantized, torch.int32"),
     "scales": (put("bert.encoder.layer.0.output.dense.weight_scale", "dense.bias"), "has no place for the weight"),
-    "another file": (
-        set_keys(transformers_weights="other.safetensors"),
-        "transformers_weights is 'other.safetensors'; rename that file to model.safetensors",
-    ),
+    "another file": (set_keys(transformers_weights="other"), "transformers_weights is 'other'; rename that file to m"),
     "a layer too many": (put("bert.encoder.layer.2.output.dense.bias", "output.dense.bias"), "has no place for the w"),
-    "a map too many": (
-        put("bert.encoder.layer.0.attention.self.distance_embedding.weight", "dense.weight"),
-        "no place for the weight bert.encoder.layer.0.attention.self.distance_embedding.weight, nor for 0 more",
-    ),
+    "a map too many": (put(DISTANCES, "dense.weight"), f"no place for the weight {DISTANCES}, nor for 0 more"),
     "fewer layers": (set_keys(num_hidden_layers=1), "no place .*layer.1.*, nor for 15 m"),
     "more layers": (set_keys(num_hidden_layers=3), "missing"),
     "narrower": (set_keys(intermediate_size=40), "config.json requires"),
@@ -311,19 +284,19 @@ def test_heads_and_poolers_are_not_missed_but_a_bias_of_a_masked_lm_is(tmp_path,
         READERS["convert"](tmp_path / class_name)
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "tensor"),
-    [
-        ("bert", "bert.embeddings.position_ids", torch.arange(24)[None]),
-        ("roberta", "roberta.embeddings.position_ids", torch.arange(24)[None]),
-        ("roberta", "roberta.embeddings.token_type_ids", torch.zeros(1, 24).long()),
-        ("deberta", "deberta.embeddings.position_embeddings.weight", torch.zeros(24, 32)),
-        ("deberta-v2", "deberta.embeddings.position_embeddings.weight", torch.zeros(24, 32)),
-        ("bert", "bert.pooler.dense.weight", torch.zeros(32, 32)),
-        ("roberta", "roberta.pooler.dense.bias", torch.zeros(32)),
-        ("bert", "cls.seq_relationship.weight", torch.zeros(2, 32)),
-    ],
-)
+BESIDE = [
+    ("bert", "bert.embeddings.position_ids", torch.arange(24)[None]),
+    ("roberta", "roberta.embeddings.position_ids", torch.arange(24)[None]),
+    ("roberta", "roberta.embeddings.token_type_ids", torch.zeros(1, 24).long()),
+    ("deberta", "deberta.embeddings.position_embeddings.weight", torch.zeros(24, 32)),
+    ("deberta-v2", "deberta.embeddings.position_embeddings.weight", torch.zeros(24, 32)),
+    ("bert", "bert.pooler.dense.weight", torch.zeros(32, 32)),
+    ("roberta", "roberta.pooler.dense.bias", torch.zeros(32)),
+    ("bert", "cls.seq_relationship.weight", torch.zeros(2, 32)),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "tensor"), BESIDE)
 def test_what_released_folders_have_beside_the_encoder_is_left_out(hf, vocab, family, name, tensor):
     write(hf, vocab, family)
     stored(lambda tensors: tensors | {name: tensor})(hf)
