@@ -16,25 +16,14 @@ from megatron_ddrp.conversion.tokenizer_files import plan_transfer, unigram_toke
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import train_byte_bpe
 from tests.refusals import refused
-from tests.unit.conversion.conftest import (
-    BERT_SPECIALS,
-    WORDS,
-    encoded,
-    ours,
-    padded_pair_batch,
-    wordpiece,
-    write_checkpoint,
-)
+from tests.unit.conversion import conftest
+from tests.unit.conversion.conftest import BERT_SPECIALS, padded_pair_batch, wordpiece, write_checkpoint
 from tests.unit.conversion.tokenizers_of_families import sentencepiece_model, small_byte_level
 from tests.unit.data.tokenizer_folders import ALPHABET, byte_bpe, plain_bpe, unigram, write
 
 TEXTS = [
-    "The cats, singing  birds\tand Caté.",
-    "RED\u00a0dog's [bird] \u4e2d\u6587 \ufb01sh\u200b x\u0301",
-    "   spaces  at both ends ",
-    "\rline\nbreaks \r\n",
-    "",
-    "green-blue 3.14 \U0001f600\U0001f600 runs",
+    *("The cats, singing  birds\tand Caté.", "RED\u00a0dog's [bird] \u4e2d\u6587 \ufb01sh\u200b x\u0301"),
+    *("   spaces  at both ends ", "\rline\nbreaks \r\n", "", "green-blue 3.14 \U0001f600\U0001f600 runs"),
 ]
 
 
@@ -43,20 +32,13 @@ def assert_equal_ids(tokenizer, folder):
 
     loaded = AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
-        encoded = loaded(text)
-        assert encoded["input_ids"] == [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id], text
-    pair = loaded(TEXTS[0], TEXTS[1])
-    first, second = len(tokenizer.encode(TEXTS[0])) + 2, len(tokenizer.encode(TEXTS[1])) + 1
-    assert pair["token_type_ids"] == [0] * first + [1] * second
+        assert loaded(text)["input_ids"] == [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id], text
+    first, second = (len(tokenizer.encode(text)) for text in TEXTS[:2])
+    assert loaded(TEXTS[0], TEXTS[1])["token_type_ids"] == [0] * (first + 2) + [1] * (second + 1)
     roles = ("cls", "sep", "pad", "mask", "unk")
     assert [getattr(loaded, f"{role}_token_id") for role in roles] == [getattr(tokenizer, f"{r}_id") for r in roles]
     assert loaded(f"{loaded.mask_token} dog")["input_ids"][1] == tokenizer.mask_id
-    assert len(loaded) == tokenizer.vocab_size
-    assert loaded.model_max_length == 24
-
-
-def write_config(folder, **config):
-    (folder / "config.json").write_text(json.dumps(config))
+    assert (len(loaded), loaded.model_max_length) == (tokenizer.vocab_size, 24)
 
 
 @pytest.fixture(params=["bert", "megatron_ddrp"])
@@ -65,28 +47,22 @@ def folder(request, tmp_path, offline):
     folder = tmp_path / "hf"
     folder.mkdir()
     auto_map = {"AutoConfig": "modeling_ddrp.DdrpConfig"} if request.param != "bert" else {}
-    write_config(folder, model_type=request.param, auto_map=auto_map)
+    conftest.change_json(folder / "config.json", model_type=request.param, auto_map=auto_map)
     return folder
 
 
 MODERN = {"layernorm_position": "pre", "first_norm": False, "ffn": "geglu", "bias": False, "num_segments": 0}
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("roberta", {"position_encoding": "absolute", "num_segments": 1}),
-        ("modernbert", {"position_encoding": "rope", **MODERN}),
-    ],
-    ids=["roberta", "modernbert"],
-)
-def test_a_trained_byte_bpe_leaves_as_roberta_and_modernbert_have_it(tmp_path, offline, family, settings):
+@pytest.mark.parametrize("family", ["roberta", "modernbert"])
+def test_a_trained_byte_bpe_leaves_as_roberta_and_modernbert_have_it(tmp_path, offline, family):
     from transformers import AutoTokenizer
 
     (tmp_path / "trained.json").write_bytes(train_byte_bpe(TEXTS * 3, 300, lower=False)[0])
     tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path / "trained.json")
-    run = write_checkpoint(tmp_path / "run", tokenizer, **settings)
-    export_checkpoint(run, tmp_path / "hf", family_name=family)
+    roberta = {"position_encoding": "absolute", "num_segments": 1}
+    settings = roberta if family == "roberta" else {"position_encoding": "rope", **MODERN}
+    export_checkpoint(write_checkpoint(tmp_path / "run", tokenizer, **settings), tmp_path / "hf", family_name=family)
     layout = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
     assert [layout[part]["type"] for part in ("model", "pre_tokenizer", "decoder")] == ["BPE", "ByteLevel", "ByteLevel"]
     loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -109,37 +85,34 @@ def test_wordpiece(tmp_path, tokenizer, folder, kind):
 
 
 OWN_SPECIALS = {"pad_id": 0, "pad_piece": "[PAD]", "unk_id": 1, "unk_piece": "[UNK]", "bos_id": -1, "eos_id": -1}
+OWN_SPECIALS |= {"control_symbols": ["[CLS]", "[SEP]", "[MASK]"]}
+MODELS = {
+    "trained by us": OWN_SPECIALS | {"normalization_rule_name": "nmt_nfkc_cf"},
+    "specials appended": {},
+    "bytes": {"byte_fallback": True, "vocab_size": 330},
+    "plain": {"normalization_rule_name": "identity", "add_dummy_prefix": False},
+}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {**OWN_SPECIALS, "control_symbols": ["[CLS]", "[SEP]", "[MASK]"], "normalization_rule_name": "nmt_nfkc_cf"},
-        {},
-        {"byte_fallback": True, "vocab_size": 330},
-        {"normalization_rule_name": "identity", "add_dummy_prefix": False},
-    ],
-    ids=["trained by us", "specials appended", "bytes", "plain"],
-)
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_sentencepiece_unigram(tmp_path, folder, options):
     tokenizer = sentencepiece_model(tmp_path, **options)
     write_tokenizer(tokenizer, folder, 24)
     assert_equal_ids(tokenizer, folder)
 
 
-@pytest.mark.parametrize(
-    "text", ["red [MASK] dog", "[MASK]s", "[MASK] runs", "sing[MASK][MASK]ing ", " [MASK] [MASK] of"]
-)
-def test_sentencepiece_parts_after_a_mask_are_those_inside_a_text(tmp_path, folder, text):
+def test_sentencepiece_parts_after_a_mask_are_those_inside_a_text(tmp_path, folder):
     """Japanese has no spaces: a "▁" after a mask would be a piece that training never saw there."""
     from transformers import AutoTokenizer
 
-    tokenizer = sentencepiece_model(tmp_path, **OWN_SPECIALS, control_symbols=["[CLS]", "[SEP]", "[MASK]"])
+    tokenizer = sentencepiece_model(tmp_path, **OWN_SPECIALS)
     write_tokenizer(tokenizer, folder, 24)
-    ids = tokenizer.encode_with_masks(text)
-    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == [tokenizer.cls_id, *ids, tokenizer.sep_id]
-    spaces = "".join(tokenizer.pieces[i] for i in ids).replace("▁", " ")
-    assert spaces.strip() == text.strip().replace(" [MASK]", "[MASK]")  # a masked word's own space is masked with it
+    loaded = AutoTokenizer.from_pretrained(folder)
+    for text in ("red [MASK] dog", "[MASK]s", "[MASK] runs", "sing[MASK][MASK]ing ", " [MASK] [MASK] of"):
+        ids = tokenizer.encode_with_masks(text)
+        assert loaded(text)["input_ids"] == [tokenizer.cls_id, *ids, tokenizer.sep_id]
+        spaces = "".join(tokenizer.pieces[i] for i in ids).replace("▁", " ")
+        assert spaces.strip() == text.strip().replace(" [MASK]", "[MASK]")  # a masked word's own space is masked too
 
 
 @pytest.mark.parametrize("rule", ["nmt_nfkc", "nmt_nfkc_cf", "nfkc", "nfkc_cf", "identity"])
@@ -171,10 +144,9 @@ def test_merges_left_out_at_random_are_not_exported(tmp_path, folder):
 
 
 def test_other_sentencepiece_models_are_named(tmp_path):
-    tokenizer = sentencepiece_model(tmp_path, model_type="bpe")
-    line = write_tokenizer(tokenizer, tmp_path / "hf", 24)
+    line = write_tokenizer(sentencepiece_model(tmp_path, model_type="bpe"), tmp_path / "hf", 24)
     assert "AutoTokenizer cannot load it" in line
-    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["tokenizer.model"]
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["tokenizer.model"]
 
 
 def test_hugging_face_keeps_its_rules_and_gains_our_specials(tmp_path, tokenizer, folder):
@@ -196,17 +168,9 @@ def test_hugging_face_keeps_its_rules_and_gains_our_specials(tmp_path, tokenizer
 
 OLD = [*BERT_SPECIALS, *"abcd", *(f"##{letter}" for letter in "abcd"), "ab", "##ab", "##abc"]
 NEW = ["[CLS]", "[unused]", "ab", "##ab", "abc", "##dabc", "cab", "##xa", "☃", "[MASK]", "[PAD]", "[SEP]", "[UNK]"]
-MADE_OF = {
-    "ab": ["ab"],
-    "##ab": ["##ab"],
-    "abc": ["ab", "##c"],  # as the old tokenizer splits the word
-    "##dabc": ["##d", "##abc"],  # inside words, the longest piece first
-    "cab": ["c", "##ab"],
-    "##xa": [],
-    "☃": [],
-    "[unused]": [],
-    **{piece: [piece] for piece in BERT_SPECIALS},
-}
+MADE_OF = {piece: [piece] for piece in (*BERT_SPECIALS, "ab", "##ab")} | {"##xa": [], "☃": [], "[unused]": []}
+MADE_OF |= {"abc": ["ab", "##c"], "cab": ["c", "##ab"]}  # as the old tokenizer splits the word
+MADE_OF |= {"##dabc": ["##d", "##abc"]}  # inside words, the longest piece first
 
 
 def made_of(old, new):
@@ -217,14 +181,11 @@ def made_of(old, new):
 
 def slow_rows(old, new, table):
     """The rows in loops and float64, by the pieces of `MADE_OF`."""
-    rows = []
+    rows, numbers = [], table.double().tolist()
     for piece in new.pieces:
         names = MADE_OF[piece] or [name for name in old.pieces if name not in BERT_SPECIALS]
-        total = [0.0] * table.shape[1]
-        for name in names:
-            for column, value in enumerate(table[old.pieces.index(name)].tolist()):
-                total[column] += value / len(names)
-        rows.append(total)
+        columns = zip(*(numbers[old.pieces.index(name)] for name in names), strict=True)
+        rows.append([sum(column) / len(names) for column in columns])
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -232,10 +193,8 @@ def test_pieces_are_kept_spelled_or_the_mean_of_all_and_rows_those_of_the_loops(
     old, new = wordpiece(tmp_path / "old.txt", OLD), wordpiece(tmp_path / "new.txt", NEW)
     transfer = plan_transfer(old, new)
     assert made_of(old, new) == {piece: MADE_OF[piece] for piece in new.pieces}
-    assert (transfer.kept, transfer.spelled) == (7, 3)
-    assert transfer.summary() == (
-        "13 pieces instead of 16: 7 kept, 3 the mean of the old pieces that spell them, 3 the mean of all"
-    )
+    told = "13 pieces instead of 16: 7 kept, 3 the mean of the old pieces that spell them, 3 the mean of all"
+    assert (transfer.kept, transfer.spelled, transfer.summary()) == (7, 3, told)
     table = torch.randn(len(old.pieces) + 4, 6, dtype=torch.float64)  # the model embeds four rows more
     torch.testing.assert_close(transfer.rows(table), slow_rows(old, new, table))
     bias = transfer.rows(table[:, 0].float())
@@ -286,14 +245,8 @@ def test_a_piece_that_no_text_gives_spells_nothing(tmp_path, kind):
         old = build_tokenizer(kind, tokenizer_model=tmp_path / "old")
     expected = {
         **{"\u2581,": [","], ",": [","], "\u2581中": ["中"], "中": ["中"], "b": ["##b"], "\u2581a": ["a"]},
-        **{
-            "中国": ["中", "国"],
-            "\u2581中国": ["中", "国"],
-            "b中": ["##b", "中"],
-            ",b": [",", "b"],
-            "b,": ["##b", ","],
-        },
-        **{"\u2581a,": ["a", ","], "☃": [], "b☃": [], "b,☃": []},
+        **{"中国": ["中", "国"], "\u2581中国": ["中", "国"], "b中": ["##b", "中"]},
+        **{",b": [",", "b"], "b,": ["##b", ","], "\u2581a,": ["a", ","], "☃": [], "b☃": [], "b,☃": []},
     }
     new = of_words(tmp_path / "new", list(expected))
     found = made_of(old, new)
@@ -302,9 +255,8 @@ def test_a_piece_that_no_text_gives_spells_nothing(tmp_path, kind):
 
 
 def test_a_punctuation_mark_or_ideograph_is_the_old_one_inside_words(tmp_path):
-    old = of_words(
-        tmp_path / "old", [f"{mark}{text}" for mark in ("\u2581", "") for text in (*",中a", "中国")] + ["\u2581."]
-    )
+    pieces = [f"{mark}{text}" for mark in ("\u2581", "") for text in (*",中a", "中国")]
+    old = of_words(tmp_path / "old", [*pieces, "\u2581."])
     found = made_of(old, wordpiece(tmp_path / "new.txt", [*BERT_SPECIALS, *LONE]))
     assert (found[","], found["中"], found["."]) == ([","], ["中"], ["\u2581."])
     assert (found["a"], found["##a"]) == (["\u2581a"], ["a"])
@@ -351,33 +303,31 @@ def test_an_encoder_whose_vocabulary_is_renumbered_computes_the_same(tmp_path, t
     imported = import_folder(tmp_path / "hf", tmp_path / "start", tokenizer=new)
     size = len(pieces)
     assert f"vocabulary:  {size} pieces instead of {size}: {size} kept, 0 the mean" in imported.summary()
-    assert (
-        imported.summary().splitlines()[-1].endswith(f" --vocab-file {tmp_path / 'start' / 'tokenizer' / 'vocab.txt'}")
-    )
+    words = f" --vocab-file {tmp_path / 'start' / 'tokenizer' / 'vocab.txt'}"
+    assert imported.summary().splitlines()[-1].endswith(words)
     model, saved, _ = load_model(tmp_path / "start")
     assert saved.fingerprint == new.fingerprint
     expected, _, _ = load_hugging_face(tmp_path / "hf")
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     renumbered = torch.argsort(order)[ids] * mask
-    if objective != "mlm":
-        theirs, mine = encoded(expected, ids, segments, mask), encoded(model, renumbered, segments, mask)
+    compute = conftest.ours if objective == "mlm" else conftest.encoded
+    theirs, mine = compute(expected, ids, segments, mask), compute(model, renumbered, segments, mask)
+    if objective == "mlm":
+        torch.testing.assert_close(mine[1], theirs[1][:, :, order])
+    else:
         assert torch.equal(theirs[mask.bool()], mine[mask.bool()])
-        return
-    (_, theirs), (_, mine) = ours(expected, ids, segments, mask), ours(model, renumbered, segments, mask)
-    torch.testing.assert_close(mine, theirs[:, :, order])
 
 
 def test_the_command_gives_a_model_new_words(tmp_path, tokenizer, offline, convert):
     run = write_checkpoint(tmp_path / "run", tokenizer, objective="mlm")
     export_checkpoint(run, tmp_path / "hf")
     new = tmp_path / "new.txt"
-    new.write_text("\n".join([*BERT_SPECIALS, *WORDS, "cats", "##dog"]) + "\n", encoding="utf-8")
-    command = ("--from-hf", tmp_path / "hf", "--output", tmp_path / "start", "--vocab-file", new)
-    done = convert(*command)
+    wordpiece(new, [*BERT_SPECIALS, *conftest.WORDS, "cats", "##dog"])
+    done = convert("--from-hf", tmp_path / "hf", "--output", tmp_path / "start", "--vocab-file", new)
     assert done.returncode == 0, done.stderr
-    assert "tokenizer:   BertWordPieceLowerCase, 22 pieces" in done.stdout
-    assert "vocabulary:  22 pieces instead of 20: " in done.stdout
-    assert f"--vocab-file {tmp_path / 'start' / 'tokenizer' / 'vocab.txt'}" in done.stdout
+    told = ("tokenizer:   BertWordPieceLowerCase, 22 pieces", "vocabulary:  22 pieces instead of 20: ")
+    for words in (*told, f"--vocab-file {tmp_path / 'start' / 'tokenizer' / 'vocab.txt'}"):
+        assert words in done.stdout
     (old, _, _), (model, saved, config) = load_model(run), load_model(tmp_path / "start")
     assert config.model.vocab_size == 22 and saved.pieces[-2:] == ["cats", "##dog"]
     rows, words = old.embeddings.token.weight, tokenizer.pieces

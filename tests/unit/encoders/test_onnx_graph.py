@@ -48,9 +48,8 @@ def rows(batch, length):
 def test_every_encoding_has_equal_hidden_states_up_to_the_longest_row(tmp_path, encoding):
     """The last distance of `deberta-v2` is where a logarithm that is rounded up would leave the table."""
     tokenizer = tokenizer_of(tmp_path, WORDS)
-    run = write_checkpoint(
-        tmp_path / "run", tokenizer, "mlm", position_encoding=encoding, num_layers=1, seq_length=LENGTH
-    )
+    settings = {"position_encoding": encoding, "num_layers": 1, "seq_length": LENGTH}
+    run = write_checkpoint(tmp_path / "run", tokenizer, "mlm", **settings)
     export_checkpoint(run, tmp_path / "hf", family_name=OWN_MODEL_TYPE)
     export_onnx(tmp_path / "hf", tmp_path / "served")
     graph, model = OnnxModel(tmp_path / "served" / GRAPH), load_encoder(tmp_path / "hf").module.model
@@ -83,81 +82,55 @@ def test_a_sentence_encoder_gives_the_vector_that_its_modules_say(tmp_path):
     assert "input_ids, attention_mask, token_type_ids → last_hidden_state, sentence_embedding" in said
     given = rows(3, 7)
     found = OnnxModel(tmp_path / "served" / GRAPH).run(given)
-    for states, mask, vector in zip(
-        found["last_hidden_state"], given["attention_mask"], found["sentence_embedding"], strict=True
-    ):
-        count, mean = int(mask.sum()), [0.0] * 16
-        for place in range(count):
-            for column in range(16):
-                mean[column] += float(states[place, column]) / count
+    lengths = given["attention_mask"].sum(1).tolist()
+    for states, count, vector in zip(found["last_hidden_state"], lengths, found["sentence_embedding"], strict=True):
+        mean = [sum(float(states[place, column]) for place in range(count)) / count for column in range(16)]
         norm = math.sqrt(sum(value**2 for value in mean))
         np.testing.assert_allclose(vector, [value / norm for value in mean], atol=1e-6)
-    served = {
-        path.relative_to(tmp_path / "served").as_posix() for path in (tmp_path / "served").rglob("*") if path.is_file()
-    }
-    assert served == {
-        GRAPH,
-        SUMS,
-        "config.json",
-        "vocab.txt",
-        "tokenizer_config.json",
-        "modules.json",
-        "1_Pooling/config.json",
-    }
-    check_sums(tmp_path / "served")
-    content = (tmp_path / "served" / GRAPH).read_bytes()
-    (tmp_path / "served" / GRAPH).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    refused("model.onnx has .*: damaged or changed", check_sums, tmp_path / "served")
+    served = tmp_path / "served"
+    files = {path.relative_to(served).as_posix() for path in served.rglob("*") if path.is_file()}
+    jsons = {"config.json", "tokenizer_config.json", "modules.json", "1_Pooling/config.json"}
+    assert files == {GRAPH, SUMS, "vocab.txt"} | jsons
+    check_sums(served)
+    content = (served / GRAPH).read_bytes()
+    (served / GRAPH).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused("model.onnx has .*: damaged or changed", check_sums, served)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "pooling", "expected"),
-    [
-        ((), {}, []),
-        (("Transformer", "Pooling"), {"pooling_mode": "cls"}, ["cls"]),
-        (("Transformer", "Pooling", "Normalize"), POOLING | {"include_prompt": True}, ["mean", "normalize"]),
-        (("Transformer", "Pooling"), {"pooling_mode_max_tokens": True}, ["max"]),
-        (("Transformer", "Pooling", "Dense"), POOLING, "'Dense' has no form in a graph, expected Transformer, Pooling"),
-        (("Transformer", "Pooling"), {"pooling_mode": "lasttoken"}, "'lasttoken' has no form in a graph"),
-        (
-            ("Transformer", "Pooling"),
-            POOLING | {"pooling_mode_max_tokens": True},
-            "mean_tokens, pooling_mode_max_tokens' has",
-        ),
-        (("Transformer", "Pooling"), {}, "'pooling_mode' has no form"),
-    ],
-)
-def test_modules_are_read_in_their_order_or_refused_by_name(tmp_path, kinds, pooling, expected):
-    if kinds:
-        write_modules(tmp_path, *kinds, pooling=pooling)
-    if isinstance(expected, str):
-        refused(re.escape(expected), modules_behind, tmp_path)
-    else:
-        assert modules_behind(tmp_path) == expected
+def test_modules_are_read_in_their_order_or_refused_by_name(tmp_path):
+    assert modules_behind(tmp_path) == []
+    both = "mean_tokens, pooling_mode_max_tokens' has"
+    for more, pooling, expected in (
+        ((), {"pooling_mode": "cls"}, ["cls"]),
+        (("Normalize",), POOLING | {"include_prompt": True}, ["mean", "normalize"]),
+        ((), {"pooling_mode_max_tokens": True}, ["max"]),
+        (("Dense",), POOLING, "'Dense' has no form in a graph, expected Transformer, Pooling"),
+        ((), {"pooling_mode": "lasttoken"}, "'lasttoken' has no form in a graph"),
+        ((), POOLING | {"pooling_mode_max_tokens": True}, both),
+        ((), {}, "'pooling_mode' has no form"),
+    ):
+        write_modules(tmp_path, "Transformer", "Pooling", *more, pooling=pooling)
+        if isinstance(expected, str):
+            refused(re.escape(expected), modules_behind, tmp_path)
+        else:
+            assert modules_behind(tmp_path) == expected
 
 
-def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
-    folder = write_bert(tmp_path / "bert")
-    run = OnnxModel.run
-    monkeypatch.setattr(OnnxModel, "run", lambda graph, given: {k: v * 1.001 for k, v in run(graph, given).items()})
-    refused(r"the graph's outputs differ from the model's by 1.0e-03", export_onnx, folder, tmp_path / "served")
-    assert not (tmp_path / "served").exists()
-
-
-def test_what_cannot_be_served_is_refused_in_one_line(tmp_path, monkeypatch):
+def test_what_cannot_be_served_is_refused_in_one_line_and_not_written(tmp_path, monkeypatch):
     run = write_checkpoint(tmp_path / "run", tokenizer_of(tmp_path, WORDS))
     refused("a checkpoint; export it first: convert --load", export_onnx, run, tmp_path / "served")
     folder = write_bert(tmp_path / "bert")
+    with monkeypatch.context() as patch:
+        run = OnnxModel.run
+        patch.setattr(OnnxModel, "run", lambda graph, given: {k: v * 1.001 for k, v in run(graph, given).items()})
+        refused(r"the graph's outputs differ from the model's by 1.0e-03", export_onnx, folder, tmp_path / "served")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     wrong_arguments("--output .* exists: choose another name", export_onnx, folder, tmp_path / "full")
     wrong_arguments("is not a folder with a graph", export_onnx, folder, tmp_path / "full", overwrite=True)
     wrong_arguments("--int8 needs --onnx", convert.main, ["--load", "x", "--output", "y", "--int8"])
-    wrong_arguments(
-        "--load --from-hf --onnx is required, and only one",
-        convert.main,
-        ["--load", "x", "--onnx", "x", "--output", "y"],
-    )
+    both = ["--load", "x", "--onnx", "x", "--output", "y"]
+    wrong_arguments("--load --from-hf --onnx is required, and only one", convert.main, both)
     (tmp_path / "broken.onnx").write_bytes(b"text")
     refused("broken.onnx: onnxruntime cannot load it", OnnxModel, tmp_path / "broken.onnx")
     monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: 1 / 0)
@@ -165,3 +138,4 @@ def test_what_cannot_be_served_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_graph, "need_packages", lambda purpose, *names: (_ for _ in ()).throw(SystemExit(purpose)))
     with pytest.raises(SystemExit, match="--onnx"):
         export_onnx(folder, tmp_path / "served")
+    assert not (tmp_path / "served").exists()
