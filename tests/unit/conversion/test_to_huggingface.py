@@ -217,18 +217,19 @@ def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, off
         torch.testing.assert_close(encoder(batch)[valid], hidden[valid], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("objective", ["electra", "rtd"])
+@pytest.mark.parametrize("objective, is_plain", [("electra", False), ("rtd", False), ("rtd", True)])
 @torch.no_grad()
-def test_a_run_goes_on_from_an_exported_discriminator(tmp_path, tokenizer, offline, objective):
+def test_a_run_goes_on_from_an_exported_discriminator(tmp_path, tokenizer, offline, objective, is_plain):
     """Its generator's mask decoder and its lack of segments come back, and head and layers are those of before; RTD's
     one table becomes the generator's, beside a difference of 0."""
-    changes = {"position_encoding": "ddrp", "deberta_emd": True, "num_segments": 0}
+    changes = {} if is_plain else {"position_encoding": "ddrp", "deberta_emd": True, "num_segments": 0}
     load = write_checkpoint(tmp_path / "run", tokenizer, objective, **changes)
     export_checkpoint(load, tmp_path / "hf")
     summary = import_folder(tmp_path / "hf", tmp_path / "again").summary()
-    assert "--deberta-emd" in summary and "--num-segments 0" in summary and "generator (drawn anew" in summary
+    assert "generator (drawn anew" in summary
+    assert ["--deberta-emd" in summary, "--num-segments 0" in summary] == [not is_plain] * 2
     (before, _, _), (after, _, config) = load_model(load), load_model(tmp_path / "again")
-    assert after.generator.mask_decoder is not None and after.embeddings.segment is None
+    assert [after.generator.mask_decoder is None, after.embeddings.segment is not None] == [is_plain] * 2
     assert config.objective.objective == objective
     if objective == "rtd":
         assert "difference of the embeddings (0" in summary and not after.embeddings.difference.weight.any()
