@@ -89,7 +89,7 @@ def rows_per_rank(seen: float, length: int, ranks: int = 1) -> int:
 
 
 class Fill(NamedTuple):
-    """What fills a row."""
+    """Sequences and tokens that fill a row."""
 
     sequences: int
     """Sequences of a row, a power of two: `--packing` puts several into one, and batches are counted in sequences."""
@@ -98,7 +98,7 @@ class Fill(NamedTuple):
 
 
 def fill_rows(tokens: float, documents: float, length: int) -> Fill:
-    """Return what fills a row of `length` tokens, of documents with so many tokens in all; 0 if nobody knows how many.
+    """Return the `Fill` of a row of `length` tokens, of so many documents (0: unknown) with so many tokens in all.
 
     A document is cut into sequences of `length - 2` tokens, of which the last is half full on average.
     """

@@ -32,7 +32,7 @@ from megatron_ddrp.run.flops import StepProfile, flop_of_step, peak_of_run
 from megatron_ddrp.run.launch import StopRequests, name_of, note_exit_code
 from megatron_ddrp.run.log import Clock, MetricsLog, progress_line, similarities, terms
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 """glibc's numbers for `mallopt(3)`."""
 
 VALIDATED = {"valid": "validation", "other": "other text"}
@@ -53,14 +53,12 @@ def keep_freed_memory() -> None:
 
     A training step on a CPU frees and allocates the same large tensors repeatedly. glibc maps each of them anew, and
     every page of a new mapping costs a page fault and 4 KiB of zeros (measured in `docs/lab/benchmarks.md`). The
-    process keeps its memory between peaks. All threads share one heap: what the backward pass's thread freed in a heap
-    of its own would serve no one else, and the process would grow while tensors change their sizes.
+    process's peak changes little; between peaks it keeps its memory.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(M_ARENA_MAX, 1)
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, NEVER)
     mallopt(M_TOP_PAD, GROWTH)

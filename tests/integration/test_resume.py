@@ -339,8 +339,9 @@ def test_a_folder_that_became_a_file_ends_the_run_with_a_line(flags: Flags, tmp_
 @pytest.mark.slow
 def test_resuming_passes_step_ten_million(run: Path, train: Train) -> None:
     """`iter_10000000` comes after `iter_9999999`, though its text does not."""
+    state = read_state(run / "iter_0000003")
     (run / "iter_0000003").rename(run / "iter_9999999")
-    write_state(run / "iter_9999999", read_state(run / "iter_9999999") | {"iteration": 9_999_999})
+    write_state(run / "iter_9999999", state | {"iteration": 9_999_999})
     mark_latest(run, "iter_9999999")
     command = {"save": run, "load": run, "train_iters": 10_000_001, "keep_last": 2}
     train(**command, save_interval=1, exit_interval=10_000_000)
