@@ -127,16 +127,13 @@ PLAIN: dict[str, Any] = {
 rotary positions and masked LM have the lowest loss; the block is that of the family."""
 
 
-def recipe(
-    shape: Shape, seen: float, length: int, rows: int, micro_batch: int, fill: Fill | None = None
-) -> dict[str, Any]:
-    """Return the settings of a run in which a model sees so many tokens, in steps of `rows` rows, full by default.
+def recipe(shape: Shape, seen: float, length: int, rows: int, micro_batch: int, fill: Fill) -> dict[str, Any]:
+    """Return the settings of a run in which a model sees so many tokens, in steps of `rows` rows.
 
     The peak rate is for pre-norm layers and AdamW; the best one differs by recipe, so try three. 1e-3 is cramming's
     (arXiv:2212.14034) and that of docs/lab/results.md, 5e-4 MosaicBERT's (arXiv:2312.17482), 8e-4 ModernBERT's
     (arXiv:2412.13663), the last three at a width of 768.
     """
-    fill = fill or Fill(1, length)
     return {
         **shape._asdict(),
         "seq_length": length,

@@ -237,7 +237,7 @@ def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | 
     half = {device.precision: True} if device.precision != "fp32" else {}
 
     def settings_of(seen: float, rows: int, micro_batch: int) -> dict[str, Any]:
-        return recipe(shape, seen, length, rows * ranks, micro_batch) | half  # of full rows, as those that are measured
+        return recipe(shape, seen, length, rows * ranks, micro_batch, Fill(1, length)) | half  # as those measured
 
     def config_at(rows: int, micro_batch: int = 1) -> Config:
         return config_of(settings_of(1, rows, micro_batch)).with_vocabulary(options.vocab_size)

@@ -28,7 +28,7 @@ from megatron_ddrp.commands import continuing
 from megatron_ddrp.commands import options as advice
 from megatron_ddrp.commands import planning as speed
 from megatron_ddrp.commands.continuing import MOST_STEPS, PASSES, RATE, Stage, follow, run_alone
-from megatron_ddrp.commands.options import EPOCHS, PLAIN, SHAPES, Shape, best_shape, recipe
+from megatron_ddrp.commands.options import EPOCHS, PLAIN, SHAPES, Fill, Shape, best_shape, recipe
 from megatron_ddrp.commands.plan import main
 from megatron_ddrp.commands.planning import FULL, PresentDevice
 from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig, flag_words, load_config
@@ -73,14 +73,14 @@ def test_more_text_suggests_no_smaller_shape_and_repeated_text_is_worth_less() -
 def test_the_batch_is_a_power_of_two_that_makes_many_steps_and_wide_models_get_half_the_rate() -> None:
     given = [(1e6, 1), (1e9, 1), (1e12, 1), (1e12, 8), (1e6, 64)]
     assert [advice.rows_per_rank(seen, 128, ranks) for seen, ranks in given] == [16, 256, 4096, 512, 1]
-    rates = [recipe(Shape(2, width, 2), 1e6, 128, 16, 16)["lr"] for width in (128, 512, 768, 1024)]
+    rates = [recipe(Shape(2, width, 2), 1e6, 128, 16, 16, Fill(1, 128))["lr"] for width in (128, 512, 768, 1024)]
     assert rates == [1e-3, 1e-3, 5e-4, 5e-4]
 
 
 def test_the_planned_models_export_as_a_plain_family_and_the_papers_method_is_two_flags(capsys):
     """Whole exports of such models are in tests/unit/conversion; here that the plan's settings are of their family."""
     for shape in SHAPES:
-        config = config_of(recipe(shape, 1e6, 128, 16, 16)).with_vocabulary(32000)
+        config = config_of(recipe(shape, 1e6, 128, 16, 16, Fill(1, 128))).with_vocabulary(32000)
         assert (config.model.position_encoding, config.objective.objective) == ("rope", "mlm")
         assert FAMILIES["modernbert"].refusal(config.model, "masked-lm") is None
     _, text = planned(capsys, "--tokens 50M --device t4 --max-layers 2")
@@ -136,7 +136,8 @@ def test_shapes_that_do_not_fit_are_counted_and_a_shape_leaves_a_part_of_the_mem
     """`share` of the memory is what one row per micro-batch of the second shape needs."""
     line, l4 = "--tokens 50M --vocab-size 32000 --device l4 --max-layers 4", DEVICES["l4"]
     row = planned(capsys, line)[0].rows[1]
-    config = config_of(recipe(SHAPES[1], 1, 128, row["global_batch_size"], 1) | {"bf16": True}).with_vocabulary(32000)
+    settings = recipe(SHAPES[1], 1, 128, row["global_batch_size"], 1, Fill(1, 128)) | {"bf16": True}
+    config = config_of(settings).with_vocabulary(32000)
     needed = gigabytes(with_chosen_backend(config, l4))
     for share, count in ((FULL - 0.01, 2), (FULL + 0.01, 1)):
         monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(l4, memory=needed / share))
@@ -196,7 +197,7 @@ def test_the_command_behind_a_dataset_fits_its_tokens(tiny_corpus: Any) -> None:
     config = parse_arguments(words[2:]).config
     assert (config.model.num_layers, config.model.hidden_size) == (6, 384)
     assert config.data.packing and config.model.layernorm_position == "pre"
-    assert recipe(SHAPES[0], 10, 128, 16, 16)["train_iters"] == 1
+    assert recipe(SHAPES[0], 10, 128, 16, 16, Fill(1, 128))["train_iters"] == 1
 
 
 LENGTHS = {"sentences": [25], "of all lengths": [9, 25, 60, 130, 400, 1000], "articles": [420], "books": [60_000]}
