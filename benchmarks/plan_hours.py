@@ -15,7 +15,7 @@ import time
 
 from measure import benchmark_parser
 
-from megatron_ddrp.commands.options import SHAPES, Shape, recipe
+from megatron_ddrp.commands.options import SHAPES, Fill, Shape, recipe
 from megatron_ddrp.commands.planning import PresentDevice, StepTimes
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.run import config_of
@@ -38,8 +38,8 @@ def main() -> None:
     device = PresentDevice(pieces, clock)
 
     def config_at(shape: Shape, micro_batch: int) -> Config:
-        seen = options.steps * options.rows * 128
-        return config_of(recipe(shape, seen, 128, options.rows, micro_batch)).with_vocabulary(pieces)
+        seen, full = options.steps * options.rows * 128, Fill(1, 128)
+        return config_of(recipe(shape, seen, 128, options.rows, micro_batch, full)).with_vocabulary(pieces)
 
     for shape in SHAPES[: options.measured]:
         step = device.fastest(config_at(shape, 1), options.rows)
