@@ -482,6 +482,10 @@ def test_the_text_is_counted_or_estimated(extend, tiny_corpus):
     samples = len(SampleIndex(dataset, (0, dataset.num_documents), 32))
     read = plan.settings["train_iters"] * plan.settings["global_batch_size"] / samples
     assert read == pytest.approx(PASSES, rel=0.1)
+    Path("short.jsonl").write_text((json.dumps({"text": "the " * 9}) + "\n") * 2000)
+    plan, text = extend("--input", "short.jsonl", "--device", "t4")
+    assert "packed, 2 documents each, which the command counts" in text
+    assert plan.settings["train_iters"] * plan.settings["global_batch_size"] / 2000 == pytest.approx(PASSES, rel=0.1)
     assert " preprocess " not in by_dataset and f" {vocabulary} --output road/start" in by_dataset
 
 
