@@ -88,7 +88,6 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 SMALL = {
-    "__main__.py": "python -m megatron_ddrp",
     "commands/pretrain.py": "the command starts without torch",
     "data/batches/batch.py": "all that model/ may know of data/",
     "data/points.py": "tests alone arm it",
