@@ -27,6 +27,7 @@ from megatron_ddrp.commands import PROGRAM
 from megatron_ddrp.commands.functions import run_command
 from megatron_ddrp.commands.options import WARMUP, Fill, Plan, fill_rows, power_of_two
 from megatron_ddrp.commands.planning import (
+    AnyDevice,
     ListedDevice,
     PresentDevice,
     Step,
@@ -80,7 +81,7 @@ class Continued(NamedTuple):
 
     settings: dict[str, Any]
     """Its settings, without paths."""
-    device: ListedDevice | PresentDevice
+    device: AnyDevice
     length: int
     """Tokens per row."""
     fill: Fill

@@ -102,7 +102,7 @@ def fill_rows(tokens: float, documents: float, length: int) -> Fill:
 
     A document is cut into sequences of `length - 2` tokens, of which the last is half full on average.
     """
-    if not documents:
+    if not documents or not tokens:
         return Fill(1, length)
     mean = tokens / max(documents, tokens / (length - 2) + documents / 2)
     sequences = power_of_two(length / (mean + 2))
@@ -164,7 +164,7 @@ def recipe_for_text(tokens: int, documents: int = 0) -> dict[str, Any]:
     """Return the settings of a run for a text of so many tokens, up to BERT's base shape, without a limit of time."""
     seen = EPOCHS * max(1, tokens)
     shape = best_shape(dict.fromkeys(SHAPES[:-1], seen), max(1, tokens))
-    fill = fill_rows(tokens, documents if tokens else 0, LENGTH)
+    fill = fill_rows(tokens, documents, LENGTH)
     return recipe(shape, seen, LENGTH, rows_per_rank(seen, LENGTH), MICRO_BATCH, fill)
 
 

@@ -180,6 +180,8 @@ class PresentDevice:
         return result.prefixes[0]
 
 
+AnyDevice = ListedDevice | PresentDevice
+
 FULL = 0.85
 """Share of the memory that the estimate may fill."""
 LEAST_STEPS = 200
@@ -192,7 +194,6 @@ class PlannedShape(NamedTuple):
     parameters: int
     settings: dict[str, Any]
     """Settings of the run; its micro-batch is the fastest one."""
-    fill: Fill
     seen: float
     """Tokens that the run sees."""
     step: Step
@@ -217,7 +218,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     """Print the plan for the options of the command, and return it."""
     device = ListedDevice(options.device, options.world_size) if options.device else PresentDevice(options.vocab_size)
     shapes = [shape for shape in SHAPES if shape.num_layers <= options.max_layers]
-    found = [one for shape in shapes if (one := candidate(shape, options, device))]
+    fill = fill_rows(options.tokens, documents_of(options.data_path, options.tokens), options.seq_length)
+    found = [one for shape in shapes if (one := candidate(shape, fill, options, device))]
     runnable = {one.shape: one.seen for one in found if one.settings["train_iters"] >= LEAST_STEPS}
     if not runnable:
         raise UserError(
@@ -226,14 +228,13 @@ def make_plan(options: argparse.Namespace) -> Plan:
         )
     best = best_shape(runnable, options.tokens)
     chosen = next(one for one in found if one.shape == best)
-    print("\n".join([*table(found, best, options, device), *advice(chosen, options)]))
+    print("\n".join([*table(found, fill, best, options, device), *advice(chosen, options)]))
     return Plan({"data_path": options.data_path, **chosen.settings}, [one.row(options.tokens) for one in found])
 
 
-def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | PresentDevice) -> PlannedShape | None:
+def candidate(shape: Shape, fill: Fill, options: argparse.Namespace, device: AnyDevice) -> PlannedShape | None:
     """Return a shape's run, or None if the shape does not fit into the memory."""
     ranks, length = options.world_size, options.seq_length
-    fill = fill_rows(options.tokens, documents_of(options.data_path, options.tokens), length)
     half = {device.precision: True} if device.precision != "fp32" else {}
 
     def settings_of(seen: float, rows: int, micro_batch: int) -> dict[str, Any]:
@@ -257,7 +258,7 @@ def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | 
     step, seen = run_at(rows)
     settings = recipe(shape, seen, length, rows * ranks, step.micro_batch, fill) | half
     needed = memory(model, config_at(step.micro_batch, step.micro_batch), ranks, device)
-    return PlannedShape(shape, parameters, settings, fill, seen, step, largest, needed)
+    return PlannedShape(shape, parameters, settings, seen, step, largest, needed)
 
 
 def documents_of(prefix: str | None, tokens: float) -> float:
@@ -268,9 +269,7 @@ def documents_of(prefix: str | None, tokens: float) -> float:
     return tokens * dataset.num_documents / max(1, dataset.num_tokens)
 
 
-def largest_micro_batch(
-    model: Encoder, config_at: Callable[[int, int], Config], ranks: int, device: ListedDevice | PresentDevice
-) -> int:
+def largest_micro_batch(model: Encoder, config_at: Callable[[int, int], Config], ranks: int, device: AnyDevice) -> int:
     """Return the rows of the largest micro-batch that fits, a power of two; 0 if no row fits.
 
     `config_at` makes the configuration of a run with so many rows per rank and per micro-batch.
@@ -280,7 +279,7 @@ def largest_micro_batch(
     return 0 if room < 0 else power_of_two(1 + room / (two - one))
 
 
-def memory(model: Encoder, config: Config, ranks: int, device: ListedDevice | PresentDevice) -> float:
+def memory(model: Encoder, config: Config, ranks: int, device: AnyDevice) -> float:
     """Return the estimated memory of a rank in GiB; it is linear in the rows of a micro-batch."""
     config = with_chosen_backend(config, device.like) if device.like else config
     needs = neediest_by_zero_stage(model, Setup.planned(config, ranks, device.type))
@@ -288,7 +287,7 @@ def memory(model: Encoder, config: Config, ranks: int, device: ListedDevice | Pr
 
 
 def table(
-    found: Sequence[PlannedShape], best: Shape, options: argparse.Namespace, device: ListedDevice | PresentDevice
+    found: Sequence[PlannedShape], fill: Fill, best: Shape, options: argparse.Namespace, device: AnyDevice
 ) -> list[str]:
     """Return the lines of all shapes."""
     head = ["shape", "parameters", "epochs", "steps", "rows per step", "micro-batch", "largest", "GiB", "time"]
@@ -300,7 +299,7 @@ def table(
             [
                 *("*" if one.shape == best else " ", str(one.shape), f"{one.parameters / 1e6:,.1f} M"),
                 *(f"{one.seen / options.tokens:.3g}", f"{run['train_iters']:,}"),
-                *(f"{run[name] // one.fill.sequences:,}" for name in ("global_batch_size", "micro_batch_size")),
+                *(f"{run[name] // fill.sequences:,}" for name in ("global_batch_size", "micro_batch_size")),
                 *(f"{one.largest:,}", f"{one.gib:.2f}"),
                 guessed + duration(max(1.0, one.seconds)),
             ]
@@ -311,13 +310,13 @@ def table(
         else "measured here, three steps per shape"
     )
     how += "; ~: at the last measured shape's FLOP/s" if any(row[-1].startswith("~") for row in rows) else ""
-    many = found[0].fill.sequences
     left_out = sum(shape.num_layers <= options.max_layers for shape in SHAPES) - len(found)
     return [
         f"{options.tokens:,.0f} different tokens, {options.vocab_size:,} pieces, {options.world_size} x {device.name} "
         f"({device.memory:,.0f} GiB), {device.precision}, {options.hours:g} h, rows of {options.seq_length} tokens:",
         *columns(rows),
-        *[f"documents are short: {many} of them fill a row, and the commands count documents"] * (many > 1),
+        *[f"documents are short: {fill.sequences} of them fill a row, and the commands count documents"]
+        * (fill.sequences > 1),
         *([f"{left_out} larger shapes do not fit into the memory"] if left_out else []),
         f"time: {how}; micro-batch: rows of the one used, and of the largest that fits; GiB: with the one used",
         "*: the smallest shape that ties with the best by a law for repeated text, which was fitted to decoders",
