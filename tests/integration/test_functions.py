@@ -101,7 +101,7 @@ def callback(**events: Callable[..., Any]) -> Callback:
 
 
 def at(step: int, act: Callable[[], Any]) -> Callable[[Any], Any]:
-    """What calls `act` with the row of the step `step`."""
+    """Return a callback that calls `act` at the row of the step `step`."""
     return lambda row: act() if row["iteration"] == step else None
 
 

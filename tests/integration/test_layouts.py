@@ -384,7 +384,7 @@ STEPS = {"train_iters": 3, "global_batch_size": 16, "micro_batch_size": 8, "seq_
 
 @pytest.fixture
 def rows_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each step has, as they come."""
+    """Note the number of rows of each step, as they come."""
     step, noted = BatchLoader.step, list[int]()
 
     def counting(self: BatchLoader, *place: int) -> list[Batch]:

@@ -260,7 +260,7 @@ def forgetful(moments: str, average: str, zero_stage: int) -> tuple[str, dict[st
 
 
 def test_a_wrong_plug_in_is_refused_in_one_line(settings: Settings, tmp_path: Path) -> None:
-    """What it adds, what its functions return, and an optimizer that a checkpoint cannot hold."""
+    """It is wrong in what it adds, in what its functions return, or has an optimizer that no checkpoint can hold."""
     for number, (code, line) in enumerate(WRONG.items()):
         if code:
             (tmp_path / f"{number}.py").write_text(code, encoding="utf-8")

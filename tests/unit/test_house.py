@@ -229,7 +229,7 @@ def test_some_folders_alone_import_it_and_others_do_not():
 
 @pytest.mark.parametrize("folder", KNOWN)
 def test_the_model_knows_one_device_and_no_files_and_encoders_no_trainer_and_no_jobs(folder):
-    """Neither imports anything else of the package."""
+    """Model and encoders import nothing else of the package."""
     for file in inside(folder):
         own = {name.partition(".")[2] for name in imported(MODULES[file]) if name.startswith(PACKAGE)}
         assert [name for name in own if not f"{name}.".startswith((*KNOWN[folder], *KNOWN_TO_BOTH))] == [], file

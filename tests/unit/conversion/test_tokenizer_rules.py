@@ -222,7 +222,7 @@ def test_a_byte_order_mark_in_a_vocabulary_for_transformers_is_refused(tmp_path,
 
 
 def test_roles_that_share_a_piece_are_refused_in_folders_too(tmp_path, offline):
-    """Whether tokenizer.json is there, or transformers makes it."""
+    """They are refused whether tokenizer.json is there or transformers makes it."""
     byte_level(tmp_path, FAIRSEQ, template=True)
     settings(tmp_path, FAIRSEQ)
     change_json(tmp_path / "tokenizer_config.json", tokenizer_class="RobertaTokenizer", pad_token="</s>")

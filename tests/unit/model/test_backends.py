@@ -402,7 +402,7 @@ COMPILED_HERE = [
     *("ddrp packed, 64, query_gradient, sm_80", "deberta, 64, forward, sm_90", "deberta, 64, key_gradient, sm_90"),
     *("tupe-a, 64, key_gradient, sm_80", "alibi, 64, key_gradient, sm_90", "ddrp hcd local, 64, key_gradient, sm_90"),
 ]
-"""Of the shipped kernels those that the suite compiles; `python benchmarks/kernels.py --write` compiles all."""
+"""Shipped kernels that the suite compiles; `python benchmarks/kernels.py --write` compiles all."""
 
 
 @pytest.mark.skipif(
@@ -441,8 +441,8 @@ def test_the_kernels_of_the_loss_compile_and_read_logits_in_groups(capability, t
 
 
 def test_few_kernels_spill_none_gathers_and_those_of_ddrp_need_few_instructions_and_registers():
-    """What spills: kernels that are held to 128 registers, so that two programs run at a time, where HCD or packed rows
-    add to them, and kernels at the limit of 255. DDRP's: the counts of full rows that make attention with learned
+    """Kernels spill that are held to 128 registers, so that two programs run at a time, where HCD or packed rows add to
+    them, and kernels at the limit of 255. The bounds of DDRP are the counts of full rows that make attention with learned
     offsets as fast as attention without them. Matrices are multiplied by the fastest instruction."""
     bounds = json.loads(kernels.BOUNDS.read_text(encoding="utf-8"))
     spilled = {name: row["spilled"] for name, row in bounds.items() if row["spilled"]}
@@ -511,7 +511,7 @@ def test_the_variants_of_a_kernel_over_padded_packed_and_full_rows(encoding, mos
 
 @needs_triton
 def test_the_least_dropout_is_no_constant(compilations):
-    """As a constant, 1 would fail to compile."""
+    """A constant 1 would not compile."""
     for dropout in (1e-5, 1e-9, 0.1):
         attend("ddrp", 2, 64, 1, dropout, 0)
     kinds = {signature.get("drop_below", "none") for found in compilations.values() for signature in found}

@@ -39,7 +39,7 @@ def learned_from(model, loss):
 
 
 def tiny_rtd(**changes):
-    """As `tiny_electra`, with a difference that is not 0 any more."""
+    """Return `tiny_electra` with a difference that is not 0 any more."""
     model = tiny_electra(**{"objective": RTD, "num_layers": 3} | changes)
     if hasattr(model.embeddings, "difference"):
         torch.nn.init.normal_(model.embeddings.difference.weight, std=0.4)

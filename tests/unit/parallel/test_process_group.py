@@ -301,7 +301,7 @@ def test_ranks_that_do_not_come_are_named():
 
 
 class Left(NamedTuple):
-    """What an objective leaves for its last stage."""
+    """Results that an objective leaves for its last stage."""
 
     sums: torch.Tensor
     count: torch.Tensor
