@@ -10,70 +10,53 @@ none. The 95 % interval over items is a bootstrap of the same mean over the rows
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
-from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
-from scipy import stats
-
-from megatron_ddrp.tasks.finetune.runs import TuningRun, predictions_file
-
-SAMPLES = 2000
-
-Rows = dict[str, np.ndarray]
-"""File → predictions and labels, `[2, rows]`."""
-
-
-def read_predictions(folder: Path, row: dict[str, Any]) -> Rows:
-    """Return the predictions of a run."""
-    found = defaultdict(list)
-    with predictions_file(folder, TuningRun.of_row(row)).open(encoding="utf-8", newline="") as file:
-        for each in csv.DictReader(file, delimiter="\t"):
-            found[each["file"]].append((float(each["prediction"]), float(each["label"])))
-    return {name: np.array(values).T for name, values in found.items()}
-
-
-def correlations(values: np.ndarray, items: np.ndarray) -> np.ndarray:
-    """Return Pearson's correlations in percent on samples `[samples, rows]` of the rows of `values` `[2, rows]`."""
-    predictions, labels = (each[items] - each[items].mean(1, keepdims=True) for each in values)  # [samples, rows] each
-    return 100 * (predictions * labels).sum(1) / np.sqrt((predictions**2).sum(1) * (labels**2).sum(1))
+from megatron_ddrp.tasks.finetune.command import OWN_TASKS
+from megatron_ddrp.tasks.finetune.runs import Cell, Items
+from megatron_ddrp.tasks.statistics import student_interval
 
 
 def main() -> None:
     if len(sys.argv) < 4:
         raise SystemExit(__doc__)
     folder, unchanged, *ways = sys.argv[1:]
-    rows = [json.loads(line) for line in Path(folder, "runs.jsonl").read_text(encoding="utf-8").splitlines()]
-    runs = {(Path(row["load"]).name, row["seed"]): read_predictions(Path(folder), row) for row in rows}
-    seeds = sorted(seed for name, seed in runs if name == unchanged)
+    lines = Path(folder, "runs.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) | {"folder": folder} for line in lines]
+    runs = {(Path(row["load"]).name, row["seed"]): row for row in rows}
+    items = Items(OWN_TASKS)
     head = ("way", "file", "unchanged", "gain", "95 % over seeds", "95 % over items", "seeds")
     print("| " + " | ".join(head) + " |\n| --- | --- | ---: | ---: | ---: | ---: | ---: |")
     for way in ways:
-        pairs = [
-            (runs[f"{way}-{seed}", seed], runs[unchanged, seed]) for seed in seeds if (f"{way}-{seed}", seed) in runs
-        ]
-        if not pairs:
+        seeds = sorted(seed for name, seed in runs if name == unchanged and (f"{way}-{seed}", seed) in runs)
+        if not seeds:
             raise SystemExit(
                 f"error: {folder} has no pair of {way}-N and {unchanged}, both with the fine-tuning seed N"
             )
-        for name in pairs[0][0]:
-            count = pairs[0][0][name].shape[1]
-            drawn = np.random.default_rng(0).integers(count, size=(SAMPLES, count))
-            items = np.concatenate([np.arange(count)[None], drawn])  # the rows themselves first
-            scores = np.array([[correlations(each[name], items) for each in pair] for pair in pairs])
-            gains = scores[:, 0] - scores[:, 1]  # [pairs, 1 + samples]
-            gain, level = gains[:, 0].mean(), scores[:, 1, 0].mean()
-            over_seeds = "exploratory"
-            if len(pairs) > 2:
-                half = stats.t.ppf(0.975, len(pairs) - 1) * gains[:, 0].std(ddof=1) / len(pairs) ** 0.5
-                over_seeds = f"{gain - half:+.1f} to {gain + half:+.1f}"
-            low, high = np.percentile(gains[:, 1:].mean(0), (2.5, 97.5))
-            cells = (way, name, f"{level:.1f}", f"{gain:+.1f}", over_seeds, f"{low:+.1f} to {high:+.1f}", len(pairs))
-            print("| " + " | ".join(map(str, cells)) + " |")
+        ours = by_file(runs[f"{way}-{seed}", seed] for seed in seeds)
+        theirs = by_file(runs[unchanged, seed] for seed in seeds)
+        for name in ours:
+            gains = [100 * (new - old) for new, old in zip(ours[name].scores, theirs[name].scores, strict=True)]
+            over_seeds = shown(*student_interval(gains)) if len(gains) > 2 else "exploratory"
+            over_items = items.of_difference(list(zip(ours[name].rows, theirs[name].rows, strict=True)))
+            resampled = shown(*(100 * end for end in over_items)) if over_items else "predictions are missing"
+            level, gain = f"{100 * fmean(theirs[name].scores):.1f}", f"{fmean(gains):+.1f}"
+            print("| " + " | ".join((way, name, level, gain, over_seeds, resampled, str(len(seeds)))) + " |")
+
+
+def by_file(rows: Iterable[dict[str, Any]]) -> dict[str, Cell]:
+    """Return file → results of some runs on it, the validation file first."""
+    cell = Cell("domain", list(rows))
+    return {"valid": cell, **cell.others}
+
+
+def shown(low: float, high: float) -> str:
+    return f"{low:+.1f} to {high:+.1f}"
 
 
 if __name__ == "__main__":

@@ -426,10 +426,14 @@ def test_gains_of_an_example_are_means_over_pairs_of_seeds_with_both_intervals(t
     for seed, (name, noise) in itertools.product((1, 2, 3), (("theirs", 1.0), ("mlm", 0.5))):
         load = name if name == "theirs" else f"{name}-{seed}"
         point = {"batch_size": 16, "micro_batch_size": 8, "lr": 5e-5, "epochs": 4, "seed": seed, "max_seq_length": 64}
-        rows.append({"task": "domain", "load": f"runs/{load}", "encoder": load, "data": "d", **point})
         predictions = labels + noise * draws.normal(size=60)
         scores[name, seed] = 100 * np.corrcoef(predictions, labels)[0, 1]
-        lines = [f"films\t{i}\t{p}\t{a}" for i, (p, a) in enumerate(zip(predictions, labels, strict=True))]
+        numbers = list(zip(predictions, labels, strict=True))
+        lines = [f"{file}\t{i}\t{p}\t{a}" for file in ("dev", "films") for i, (p, a) in enumerate(numbers)]
+        score = scores[name, seed] / 100
+        facts = {"name": "domain", "metric": "pearson", "kind": "regression", "labels": []}
+        scored = {"score": score, "other_scores": {"films": score}, "other_undefined": [], "facts": facts}
+        rows.append({"task": "domain", "load": f"runs/{load}", "encoder": load, "data": "d", **point, **scored})
         file = predictions_file(tmp_path, TuningRun.of_row(rows[-1]))
         file.write_text("\n".join(["file\tindex\tprediction\tlabel", *lines]) + "\n")
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -442,8 +442,8 @@ def test_the_kernels_of_the_loss_compile_and_read_logits_in_groups(capability, t
 
 def test_few_kernels_spill_none_gathers_and_those_of_ddrp_need_few_instructions_and_registers():
     """Kernels spill that are held to 128 registers, so that two programs run at a time, where HCD or packed rows add to
-    them, and kernels at the limit of 255. The bounds of DDRP are the counts of full rows that make attention with learned
-    offsets as fast as attention without them. Matrices are multiplied by the fastest instruction."""
+    them, and kernels at the limit of 255. The bounds of DDRP are the counts of full rows that make attention with
+    learned offsets as fast as attention without them. Matrices are multiplied by the fastest instruction."""
     bounds = json.loads(kernels.BOUNDS.read_text(encoding="utf-8"))
     spilled = {name: row["spilled"] for name, row in bounds.items() if row["spilled"]}
     assert len(spilled) <= 34 and max(spilled.values(), default=0) <= 184, spilled
