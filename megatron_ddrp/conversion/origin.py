@@ -97,18 +97,23 @@ def write_modules(modules: Mapping[str, Any], folder: Path) -> str:
     return describe(modules)
 
 
+def pooling_of(modules: Mapping[str, Any]) -> str:
+    """Return the pooling in words: "mean", "cls and max", or "no"."""
+    settings: dict[str, Any] = {}
+    for module in modules[MODULES]:
+        settings |= modules.get(f"{module['path']}/config.json", {})
+    named = [key for key, value in settings.items() if value is True and key.startswith("pooling_mode_")]
+    words = " and ".join(re.sub("^pooling_mode_|_tokens?$", "", key) for key in named)
+    return words or str(settings.get("pooling_mode", "no"))
+
+
 def describe(modules: Mapping[str, Any]) -> str:
     """Return the pooling, the length of the vectors and the longest row in words."""
     kinds = [module["type"].rpartition(".")[2] for module in modules[MODULES]]
-    pooling: dict[str, Any] = {}
-    for module in modules[MODULES]:
-        pooling |= modules.get(f"{module['path']}/config.json", {})
-    named = [key for key, value in pooling.items() if value is True and key.startswith("pooling_mode_")]
-    usual = " and ".join(re.sub("^pooling_mode_|_tokens?$", "", key) for key in named)
-    how = pooling.get("pooling_mode") or usual or "no"
     longest = modules.get(LONGEST_ROW, {}).get("max_seq_length")
     rows = f"rows of up to {longest!s:.20} pieces" if longest else "rows as long as the model's"
-    return f"{how!s:.80} pooling, {'vectors of length 1' if 'Normalize' in kinds else 'vectors of any length'}, {rows}"
+    length = "length 1" if "Normalize" in kinds else "any length"
+    return f"{pooling_of(modules):.80} pooling, vectors of {length}, {rows}"
 
 
 def stated_license(folder: Path) -> str | None:

@@ -25,12 +25,13 @@ from torch.nn.functional import normalize
 from megatron_ddrp.checkpoint import holds_run, is_checkpoint
 from megatron_ddrp.conversion.families import contract
 from megatron_ddrp.conversion.model_code import HEAD_FORMS
+from megatron_ddrp.conversion.origin import MODULES, pooling_of, read_modules
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.huggingface import foreign_inputs, head_outputs, load_with_head, num_segments
 from megatron_ddrp.encoders.masked_lm import pool_rows
 from megatron_ddrp.errors import UserError, need_packages
-from megatron_ddrp.foreign import read_json, read_object, reading
+from megatron_ddrp.foreign import reading
 
 GRAPH, INT8 = "onnx/model.onnx", "onnx/model_int8.onnx"
 """Files of an output folder, where users of ONNX look for them."""
@@ -39,11 +40,10 @@ OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 """Names of inputs and outputs, as in transformers; a model has some of them."""
 VECTOR = "sentence_embedding"
 """Output of a sentence encoder, `[batch, hidden]`, as sentence-transformers calls it."""
+POOLINGS = ("cls", "max", "mean")
+"""Poolings that a graph can have, by their names in `pool_rows`."""
 COPIED = ("*.json", "*.txt", "*.model", "*.py", "*/config.json")
 """Patterns of the files that servers read beside a graph: settings, tokenizer, code, modules."""
-_MODES = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens"}
-POOLINGS = {name: how for how, mode in _MODES.items() for name in (how, f"pooling_mode_{mode}")}
-"""Pooling in a file of sentence-transformers, of any version → its name in `pool_rows`."""
 PROBED = (2, 7, contract.LONGEST)
 """Lengths of the rows on which a graph is compared with the model, at most the model's own."""
 
@@ -71,17 +71,12 @@ def modules_behind(folder: Path) -> list[str]:
 
     There are none without the file. Raises `UserError` for other poolings, and for modules with weights of their own.
     """
-    path, found = folder / "modules.json", list[str]()
-    with reading(path, "{error} has no form in a graph, expected Transformer, Pooling by cls, max or mean, Normalize"):
-        for module in read_json(path) if path.is_file() else ():
-            kind = module["type"].rpartition(".")[2]
-            if kind == "Pooling":
-                settings = read_object(folder / module["path"] / "config.json")
-                modes = [key for key, value in settings.items() if value is True and "_mode_" in key]
-                found.append(POOLINGS[", ".join(modes) or settings["pooling_mode"]])
-            elif kind != "Transformer":
-                found.append({"Normalize": "normalize"}[kind])
-    return found
+    files, left_out = read_modules(folder)
+    kinds = [module["type"].rpartition(".")[2] for module in files.get(MODULES, ())]
+    how = [pooling_of(files)] if "Pooling" in kinds else []
+    for what in [*left_out, *(f"{name} pooling" for name in how if name not in POOLINGS)]:
+        raise UserError(f"{folder / MODULES}: {what} has no form in a graph, which takes one pooling, cls, max or mean")
+    return how + ["normalize"] * ("Normalize" in kinds)
 
 
 def read_served(folder: Path) -> tuple[Served, list[dict[str, Tensor]]]:

@@ -249,16 +249,25 @@ class UnfinishedDatasets:
     """
 
     def __init__(self, folder: str, prefixes: Sequence[str], dtype: np.dtype, job: Job | None = None):
-        """Open the folder and remove what a killed command left there. Raises `UserError` if another process has it."""
+        """Write nothing yet: the block of the context manager begins with the folder."""
         self.folder, self._prefixes, self.dtype, self._job = Path(folder), prefixes, dtype, job
+        self._files: list[list[BinaryIO]] = []
+
+    def __enter__(self) -> UnfinishedDatasets:
+        """Open the folder and remove what a killed command left there. Raises `UserError` if another process has it."""
         self._lock = _take_lock(self.folder)
-        for path in self.folder.iterdir():
-            if path.name != "lock":
-                path.unlink()
-        self._files: list[list[BinaryIO]] = [
-            [open(_path(self.folder, number, part), "wb", buffering=1 << 20) for part in PARTS]  # noqa: SIM115
-            for number in range(len(prefixes))
-        ]
+        try:
+            for path in self.folder.iterdir():
+                if path.name != "lock":
+                    path.unlink()
+            self._files = [
+                [open(_path(self.folder, number, part), "wb", buffering=1 << 20) for part in PARTS]  # noqa: SIM115
+                for number in range(len(self._prefixes))
+            ]
+        except BaseException:  # a signal, before the block that would end with `__exit__`
+            self.__exit__()
+            raise
+        return self
 
     def append(
         self, number: int, ids: bytes = b"", sizes: np.ndarray = NOTHING, documents: np.ndarray = NOTHING
@@ -287,9 +296,6 @@ class UnfinishedDatasets:
         write_text(self.folder / COMPLETE, json.dumps(self._job))
         _give_names(self.folder, self._prefixes)
         _remove(self.folder)
-
-    def __enter__(self) -> UnfinishedDatasets:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if not (self.folder / COMPLETE).exists():  # a signal may come while files get their names

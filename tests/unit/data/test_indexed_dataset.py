@@ -92,19 +92,30 @@ def test_megatron_files_survive_read_and_rewrite_byte_for_byte(tmp_path, name):
         assert (tmp_path / ("again" + suffix)).read_bytes() == (tmp_path / (name + suffix)).read_bytes()
 
 
-def test_failure_leaves_nothing_and_keeps_what_was_there(tmp_path):
+def interrupt(path, *arguments, **settings):
+    """Open a file, or fail as Ctrl-C does at the third of a dataset."""
+    if path.name == "0.documents":
+        raise KeyboardInterrupt
+    return open(path, *arguments, **settings)
+
+
+def test_failure_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch):
     write_dataset(tmp_path / "a", [[[1, 2]]], manifest={"tokens": 2})
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(RuntimeError), writing(tmp_path / "a") as output:
         append(output, [3], [1], [1])
         raise RuntimeError
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(indexed_dataset, "open", interrupt, raising=False)
+        with writing(tmp_path / "a"):
+            pytest.fail("not every file was opened")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     write_dataset(tmp_path / "a", [[[3]]])  # without a manifest: the old one must not stay
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
     (tmp_path / "a.unfinished").mkdir()
     (tmp_path / "a.unfinished" / "0.ids").write_bytes(b"left by a killed run")
     with writing(tmp_path / "a") as output:
-        refused("another process is writing", writing, tmp_path / "a")
+        refused("another process is writing", writing(tmp_path / "a").__enter__)
         append(output, [7], [1], [1])
         output.publish([None])
     assert IndexedDataset(tmp_path / "a")[0].tolist() == [7]

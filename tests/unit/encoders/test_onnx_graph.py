@@ -25,12 +25,16 @@ for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package)
 LENGTH = 20
 """Longest row: ln((LENGTH - 1) / 2), which `deberta-v2` divides by, is smaller in float32."""
+TYPES = "sentence_transformers.models."
 POOLING = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "word_embedding_dimension": 16}
 
 
 def write_modules(folder, *kinds, pooling=POOLING):
     """Make a folder a sentence encoder with some modules behind its transformer; return it."""
-    modules = [{"path": f"{n}_{kind}" if n else "", "type": f"x.{kind}"} for n, kind in enumerate(kinds)]
+    modules = [
+        {"path": f"{n}_{kind}" if n else "", "type": f"{'' if '.' in kind else TYPES}{kind}"}
+        for n, kind in enumerate(kinds)
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
@@ -99,15 +103,15 @@ def test_a_sentence_encoder_gives_the_vector_that_its_modules_say(tmp_path):
 
 def test_modules_are_read_in_their_order_or_refused_by_name(tmp_path):
     assert modules_behind(tmp_path) == []
-    both = "mean_tokens, pooling_mode_max_tokens' has"
     for more, pooling, expected in (
         ((), {"pooling_mode": "cls"}, ["cls"]),
         (("Normalize",), POOLING | {"include_prompt": True}, ["mean", "normalize"]),
         ((), {"pooling_mode_max_tokens": True}, ["max"]),
-        (("Dense",), POOLING, "'Dense' has no form in a graph, expected Transformer, Pooling"),
-        ((), {"pooling_mode": "lasttoken"}, "'lasttoken' has no form in a graph"),
-        ((), POOLING | {"pooling_mode_max_tokens": True}, both),
-        ((), {}, "'pooling_mode' has no form"),
+        (("its_code.Normalize",), POOLING, "2_its_code.Normalize has no form in a graph"),
+        (("Dense",), POOLING, "2_Dense has no form in a graph, which takes one pooling, cls"),
+        ((), {"pooling_mode": "lasttoken"}, "lasttoken pooling has no form in a graph"),
+        ((), POOLING | {"pooling_mode_max_tokens": True}, "mean and max pooling has no form"),
+        ((), {}, "no pooling has no form"),
     ):
         write_modules(tmp_path, "Transformer", "Pooling", *more, pooling=pooling)
         if isinstance(expected, str):
