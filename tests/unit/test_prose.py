@@ -46,7 +46,7 @@ import pytest
 from scipy import stats
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {page: "" for page in ("lab/results.md", "lab/plateau.md", "lab/plateau-arms.md", "laptop.md")} | {
+PAGES = dict.fromkeys(("lab/results.md", "lab/plateau.md", "lab/plateau-arms.md", "laptop.md"), "") | {
     "lab/results-tables.md": "## What the tables show"
 }
 """Page → heading where its results begin; empty for a page that is checked as a whole."""
