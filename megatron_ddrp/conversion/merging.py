@@ -34,7 +34,7 @@ from megatron_ddrp.conversion.families.contract import (
     write_sums,
 )
 from megatron_ddrp.conversion.from_huggingface import is_untrained, write_untrained
-from megatron_ddrp.conversion.model_card import loading_lines, render_card
+from megatron_ddrp.conversion.model_card import loading_lines, longest_row, render_card
 from megatron_ddrp.conversion.to_huggingface import is_hugging_face
 from megatron_ddrp.conversion.tokenizer_files import find_tokenizer
 from megatron_ddrp.conversion.weight_files import INDEX, SAFE_WEIGHTS, shards_of
@@ -77,8 +77,7 @@ class Source:
         if checkpoint.is_checkpoint(load) or checkpoint.holds_run(load):
             path = checkpoint.choose_checkpoint(load)
             tokenizer = load_tokenizer(path.resolve().parent / checkpoint.TOKENIZER)
-            config = checkpoint.read_config(path).replace(training={"seq_length_phases": ()})
-            return cls(path, weight, config, {}, checkpoint.StoredTensors(path), tokenizer)
+            return cls(path, weight, checkpoint.read_config(path), {}, checkpoint.StoredTensors(path), tokenizer)
         values, weights, index = read_config_file(load), load / SAFE_WEIGHTS, load / (SAFE_WEIGHTS + INDEX)
         if not (weights.is_file() or index.is_file()):
             raise UserError(f"{load}: it has no {SAFE_WEIGHTS}; save the model in that format, and merge it then")
@@ -152,12 +151,13 @@ class Mean(Mapping[str, Tensor]):
         first = self.sources[0]
         with whole_folder(output, partial(refuse_existing, output, overwrite)) as folder:
             if first.run:
-                state, kept = (
-                    checkpoint.read_state(first.path),
-                    (checkpoint.HEAD_SETTINGS, checkpoint.NEW_HEAD, checkpoint.ORIGIN),
-                )
-                facts = {key: state[key] for key in kept if key in state} | {checkpoint.MERGED: self.shares}
-                write_untrained(self, first.run, folder, first.tokenizer, facts)
+                state = checkpoint.read_state(first.path)
+                kept = state.keys() & {checkpoint.HEAD_SETTINGS, checkpoint.NEW_HEAD, checkpoint.ORIGIN}
+                facts = {key: state[key] for key in sorted(kept)} | {checkpoint.MERGED: self.shares}
+                length = longest_row(first.run, state)  # as of the run: an export says it
+                phases = (f"{length}:1",) if length < first.run.model.seq_length else ()
+                config = first.run.replace(training={"seq_length_phases": phases})
+                write_untrained(self, config, folder, first.tokenizer, facts)
             else:
                 self._write_export(first.path, first.values, folder, output.resolve().name)
 

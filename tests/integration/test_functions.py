@@ -25,7 +25,7 @@ import torch
 
 import megatron_ddrp
 from megatron_ddrp import convert, finetune, merge, minimal_pairs, preprocess, pretrain, report, train_tokenizer
-from megatron_ddrp.checkpoint import newest
+from megatron_ddrp.checkpoint import newest, read_config
 from megatron_ddrp.config import load_config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.errors import UserError
@@ -455,19 +455,27 @@ def test_a_merge_prints_logged_losses(settings: Settings, tmp_path: Path, capsys
     """A validation is 256 rows: 32 batches of the run, or one of an export, so that their losses are equal."""
     every = {"eval_interval": 3, "save_interval": 3, "eval_iters": 32, "lr_decay_style": "constant", "split": "3,1,0"}
     rows = pretrain(**settings | every, save=tmp_path / "run").rows
-    runs = [tmp_path / "run" / name for name in ("iter_0000003", "iter_0000006")]
+    phases = {"position_encoding": "rope", "seq_length_phases": ["8:0.4:20000", "16:1:500000"]}
+    rotary = {name: value for name, value in settings.items() if name != "relative_distance"} | every | phases
+    short = pretrain(**rotary, save=tmp_path / "short").rows
+    runs, of_short = ([tmp_path / run / f"iter_000000{step}" for step in (3, 6)] for run in ("run", "short"))
     exports = [convert(load=run, output=tmp_path / f"hf{number}") for number, run in enumerate(runs)]
 
     def printed(load: list[Path], **more: Any) -> list[float]:
         capsys.readouterr()
-        merge(load=load, output=tmp_path / f"{load[0].name}_mean", data_path=settings["data_path"], **more)
+        merge(load=load, output=tmp_path / f"{load[0].parent.name}_mean", data_path=settings["data_path"], **more)
         return [float(loss) for loss in re.findall(r"validation mlm (\d\.\d{4})", capsys.readouterr().out)]
 
+    def logged(rows: Any) -> list[float]:
+        return [round(row["valid_lm_loss"], 4) for row in rows if "valid_lm_loss" in row]
+
     losses = printed(runs)
-    assert losses[:2] == [round(row["valid_lm_loss"], 4) for row in rows if "valid_lm_loss" in row]
+    assert losses[:2] == logged(rows) and printed(of_short)[:2] == logged(short)
+    config = read_config(tmp_path / "short_mean" / "iter_0000000")
+    assert (config.model.rope_theta, config.phases[0].seq_length) == (500_000, 16), "of the phase of the checkpoints"
     assert losses[1] < losses[2] < losses[0]
     assert printed(exports, split="3,1,0") == pytest.approx(losses, abs=1.1e-4)
-    again = pretrain(**settings | {"train_iters": 1}, load=tmp_path / "iter_0000003_mean")
+    again = pretrain(**settings | {"train_iters": 1}, load=tmp_path / "run_mean")
     assert again.rows[0]["lm_loss"] < rows[0]["lm_loss"]
     assert "mean/iter_0000000, optimizer" in capsys.readouterr().out
     vocab = train_tokenizer(texts=documents(), vocab_size=300, output=tmp_path / "other.txt")
