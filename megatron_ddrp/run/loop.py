@@ -155,9 +155,7 @@ class TrainingRun:
                 self.show_step(self.numbers_of(result, after, clock), clock)
             return replace(after, since_logged={}) if logged else after
 
-        if request := largest_over_ranks(
-            requests.received, ranks.device
-        ):  # before the first step, which a clock waits for
+        if request := largest_over_ranks(requests.received, ranks.device):  # before a step: a clock waits for the first
             return progress, request
         saved_at = begin.iteration
         waiting: tuple[Launched, HostCopy] | None = None  # the step before, and the requests to stop at its launch
@@ -220,10 +218,14 @@ class TrainingRun:
         return iteration == last or (interval is not None and iteration % interval == 0)
 
     def pauses_after(self, iteration: int, validates: bool) -> bool:
-        """Return whether a validation, a checkpoint or the end follows a step; the next step must wait for it."""
+        """Return whether a validation, a checkpoint or the end follows a step; the next step must wait for it.
+
+        It waits for the last step in which the encoder rests too: tried again later, that step would train the encoder.
+        """
         config = self.setup.config
         saves = self.folder is not None and iteration % config.checkpoint.save_interval == 0
-        return saves or self.ends(iteration) or (validates and self.is_due(iteration, config.logging.eval_interval))
+        validates = validates and self.is_due(iteration, config.logging.eval_interval)
+        return saves or validates or self.ends(iteration) or iteration == config.training.new_head_iters
 
     def numbers_of(self, result: StepResult, progress: Progress, clock: Clock) -> dict[str, Any]:
         """Return the mean losses and rates since the last row, and a step's own learning rate and norm.

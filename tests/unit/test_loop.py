@@ -136,6 +136,15 @@ def test_late_numbers_are_read_behind_the_next_launch_but_before_a_checkpoint_an
     assert rows[0][2][3] == 6.0  # 10 · 3 ÷ 5
 
 
+def test_the_step_after_the_head_alone_waits_until_the_encoder_need_not_rest_again(training, monkeypatch) -> None:
+    """A step that is not finite is tried again, with the encoder as it was: at rest."""
+    made = training(True, {2: (math.nan, 1.0)}, training={"new_head_iters": 2}, checkpoint={"load": "run"})
+    monkeypatch.setattr(nonfinite, "rest_or_learn", lambda _, step, last: made.events.append(f"rest {step <= last}"))
+    made()
+    tried = ["launch 2", "row 1", "launch 2", "step 2", "row 2"]
+    assert made.events[:10] == ["rest True", "launch 1", "rest True", *tried, "rest False", "launch 3"]
+
+
 def test_a_request_ends_the_run_at_its_step_or_one_later_and_before_the_first_step_there(late, training: Build) -> None:
     made, last = training(late), 3 if late else 2
     made.asks_after = 2
