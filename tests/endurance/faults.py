@@ -1,13 +1,14 @@
 """Faults, one at a time: does a test of their area notice? The list is faults.yaml.
 
-    python -m tests.endurance.faults [--only NAME …] [--jobs 2] [--limit 600] [--check]
+    python -m tests.endurance.faults [--quick] [--only NAME …] [--jobs 2] [--limit 600] [--check]
 
 A fault is a small edit of one file of the package. It is applied to a copy of the working tree, where the tests listed
 for it run, and those that import its file: the fast tests of each file until one fails, or all of a listed file without
 any. If none fails, those that reach the file through others run too. Results go to a file outside git, so a stopped run
 resumes; `--only` runs faults again. A second table counts, for each file of tests, the faults that it caught and those
 that it alone caught. At the end the tests that caught a fault run without one. Exits 1 if fewer than 95 % are caught.
-`--check` only looks whether the old text of every fault occurs exactly once.
+`--quick` begins with the listed tests and goes on to the next fault after the first that fails, without the second
+table. `--check` only looks whether the old text of every fault occurs exactly once.
 """
 
 import argparse
@@ -72,15 +73,18 @@ def all_faults() -> list[Fault]:
     return [Fault(**entry) for entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))]
 
 
-def tests_that_see(fault: Fault) -> Iterator[set[str]]:
-    """Yield the tests listed for a fault with those that import its file, then all others that reach the file."""
+def tests_that_see(fault: Fault, quick: bool) -> Iterator[set[str]]:
+    """Yield the tests listed for a fault with those that import its file, then all others that reach the file.
+
+    The listed ones come by themselves, before all others, if this is to be `quick`.
+    """
     sources = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("[!.]*/**/*.py")}
     modules = set(map(module_of, sources))
     reached = {file for file in affected_tests([fault.file], sources) if file.startswith(IN_SUITE)}
     near = {file for file in reached if module_of(fault.file) in imports_of(ast.parse(sources[file]), modules)}
-    near |= {file for file in sources if Path(file).name.startswith("test_") and is_below(file, fault.tests)}
-    yield near
-    yield reached - near
+    listed = {file for file in sources if Path(file).name.startswith("test_") and is_below(file, fault.tests)}
+    yield from (listed, near - listed) if quick else (near | listed,)
+    yield reached - near - listed
 
 
 def is_below(file: str, places: Collection[str]) -> bool:
@@ -119,7 +123,7 @@ def file_of(test: str) -> str:
     return test.partition("::")[0]
 
 
-def in_tree(tree: Path, tests: Collection[str], listed: Collection[str], told: Any) -> None:
+def in_tree(tree: Path, tests: Collection[str], listed: Collection[str], quick: bool, told: Any) -> None:
     """Run tests in a tree, in a fork of this process; send the exit code and the first failed test of each file."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -129,13 +133,18 @@ def in_tree(tree: Path, tests: Collection[str], listed: Collection[str], told: A
     for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron_ddrp", "tests")]:
         del sys.modules[name]
     first = FirstFailures(listed)
-    code = pytest.main(["-p", "no:cacheprovider", "--continue-on-collection-errors", *tests], [first])
+    options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", *["--exitfirst"] * quick]
+    code = pytest.main([*options, *tests], [first])
     told.send((int(code), sorted(first.failed.values())))
     os._exit(0)
 
 
 def run_tests(
-    tests: Collection[str], listed: Collection[str], limit: float | None, fault: Fault | None = None
+    tests: Collection[str],
+    listed: Collection[str],
+    limit: float | None,
+    fault: Fault | None = None,
+    quick: bool = False,
 ) -> tuple[str, list[str]]:
     """Run tests in a copy of the tree, each file until one fails; return the result and the names of the failed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +153,7 @@ def run_tests(
             sound = (tree / fault.file).read_text(encoding="utf-8")
             (tree / fault.file).write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
         heard, told = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=in_tree, args=(tree, sorted(tests), listed, told))
+        process = FORK.Process(target=in_tree, args=(tree, sorted(tests), listed, quick, told))
         process.start()
         code, failed = heard.recv() if heard.poll(limit) else (None, [])
         process.kill()
@@ -155,10 +164,10 @@ def run_tests(
     return TIMEOUT if code is None else CAUGHT if failed else SURVIVED, [name.removeprefix("tests/") for name in failed]
 
 
-def result_of(fault: Fault, limit: float) -> dict[str, Any]:
-    """Return a fault's row: its result, and the tests that caught it, one per file."""
-    for tests in filter(None, tests_that_see(fault)):
-        result, failed = run_tests(tests, fault.tests, limit, fault)
+def result_of(fault: Fault, limit: float, quick: bool) -> dict[str, Any]:
+    """Return a fault's row: its result, and the tests that caught it, one per file, or the first if `quick`."""
+    for tests in filter(None, tests_that_see(fault, quick)):
+        result, failed = run_tests(tests, fault.tests, limit, fault, quick)
         if result != SURVIVED:
             break
     return {"fault": fault.key, "result": result, "tests": failed}
@@ -166,6 +175,7 @@ def result_of(fault: Fault, limit: float) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="go on after the first test that fails")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these faults, also those with a result")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
     parser.add_argument("--limit", type=float, default=600, help="seconds for the tests of a fault (default: 600)")
@@ -187,7 +197,7 @@ def main() -> int:
         results.seek(0)
         rows = {row["fault"]: row for row in map(json.loads, results)}
         left = [fault for fault in faults if arguments.only or fault.key not in rows]
-        running = [pool.submit(result_of, fault, arguments.limit) for fault in left]
+        running = [pool.submit(result_of, fault, arguments.limit, arguments.quick) for fault in left]
         for done in tqdm(as_completed(running), total=len(left), unit="fault"):
             rows[done.result()["fault"]] = done.result()
             results.write(json.dumps(done.result()) + "\n")
@@ -197,7 +207,7 @@ def main() -> int:
     caught = Counter(file_of(test) for _, row in found for test in row["tests"])
     alone = Counter(file_of(row["tests"][0]) for _, row in found if len(row["tests"]) == 1)
     counts = [[file, str(times), str(alone[file])] for file, times in caught.most_common()]
-    print(Table(["file", "caught", "alone"], counts))
+    print("" if arguments.quick else Table(["file", "caught", "alone"], counts))
     caught_by = {f"tests/{test}" for _, row in found for test in row["tests"]}
     result, failed = run_tests(caught_by, set(map(file_of, caught_by)), None) if caught_by else (SURVIVED, [])
     if result != SURVIVED:
