@@ -280,12 +280,13 @@ def build_optimizer(model: nn.Module, config: Config, ranks: Ranks) -> torch.opt
     encodings = [m for m in model.modules() if isinstance(m, PositionEncoding) and config.objective.causal_share]
     tables = {id(parameter) for encoding in encodings for parameter in encoding.parameters(recurse=False)}
     decaying = [p for name, p in named if name not in spared]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in decaying if id(p) not in tables], "weight_decay": decay},
         {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
     ]
-    if alone := [p for p in decaying if id(p) in tables]:
-        groups.append({"params": alone, "weight_decay": decay, OF_TABLES: True})
+    if config.objective.causal_share:  # ZeRO waits for as many groups on every stage of a pipeline
+        alone = [p for p in decaying if id(p) in tables]
+        groups.append({"params": alone or [groups[0]["params"].pop()], "weight_decay": decay, OF_TABLES: bool(alone)})
     return config.optimizer.chosen.build(groups, model, config, ranks)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from megatron_ddrp.arguments import build_parser, parse_arguments
 from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig, encoding_class
 from megatron_ddrp.engine.build import build_optimizer, names_without_decay
+from megatron_ddrp.engine.optimizers import OF_TABLES
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
 from megatron_ddrp.model.attention import cpu
 from megatron_ddrp.model.attention.backends import BACKENDS, attend_from, eager_attention
@@ -597,3 +598,15 @@ def test_weight_decay_spares_norms_of_any_name_and_the_gains_of_a_layer_part():
     expected = ["scaling.weight", "scaling.bias", "squares.weight", "map.bias", "part.factor"]
     assert {id(x) for x in spared} == {id(model.get_parameter(name)) for name in expected}
     assert {id(x) for x in decayed} == {id(model.map.weight), id(model.part.other)}
+
+
+def test_in_a_causal_phase_a_stage_of_a_pipeline_without_tables_has_as_many_groups():
+    """ZeRO sums the norms of all stages group by group, and would wait for the group that is missing."""
+    config = Config().replace(objective={"objective": "mlm", "objective_phases": "clm:0.5"})
+    alone = []
+    for encoding in ("bert-r", "nope"):
+        model = tiny_model(position_encoding=encoding)
+        groups = build_optimizer(model, config, RANKS).param_groups
+        assert sum(len(group["params"]) for group in groups) == len(list(model.parameters())) and len(groups) == 3
+        alone.append([groups[2]["weight_decay"], groups[2].get(OF_TABLES), len(groups[2]["params"])])
+    assert alone == [[0.01, True, 1], [0.01, False, 1]]
