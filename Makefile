@@ -74,11 +74,12 @@ floors: $(STAMP) ## an hour and 14 GB: the fast tests with the lowest and with t
 	$(BIN)/python -m pip install --quiet uv
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.floors
 
-endurance: $(STAMP) ## hours: fifty kills, a crash at every moment, thousands of damaged files, every layout; writes tables in docs/
+endurance: $(STAMP) ## hours: fifty kills, a crash at every moment, thousands of damaged files, every layout, drawn settings; writes tables in docs/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.kills --kills 50
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.crash --write
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.damage --write
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.layouts --write
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.combinations
 
 cluster: $(STAMP) ## as root, 12 minutes: real ssh, pdsh and Slurm on hosts made of namespaces
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cluster $(if $(WRITE),--write)
