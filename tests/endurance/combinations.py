@@ -5,8 +5,8 @@
 Each draw takes some flags with some values, out of what a run can have; what `pretrain` refuses in one line does not
 count. On one rank, a run that was stopped and resumed has the rows of one that was not, to the last bit, and an export
 of it, imported and exported again, gives the same vectors. On more ranks, the losses and gradient norms of a drawn
-layout are those of one process. Failures are printed with their settings, and the exit code is then 1. A draw takes
-about two seconds.
+layout are those of one process, in half of the draws from a checkpoint of that process on. Failures are printed with
+their settings, and the exit code is then 1. A draw takes about two seconds.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def on_one_rank(random: Random, data: dict[str, Any], folder: Path) -> str:
     return "" if np.allclose(one, other, atol=1e-5) else f"{settings}\nother vectors after an import"
 
 
-def on_more_ranks(random: Random, data: dict[str, Any], ranks: int) -> str:
+def on_more_ranks(random: Random, data: dict[str, Any], folder: Path, ranks: int) -> str:
     """Train on one rank and on several; return what went wrong, or nothing."""
     axes = random.choice(LAYOUTS[ranks])
     settings = data | draw(random, SOMETIMES) | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "eval_interval": 6}
@@ -135,8 +135,11 @@ def on_more_ranks(random: Random, data: dict[str, Any], ranks: int) -> str:
         layout |= {"pipeline_model_parallel_size": 2, "zero_stage": min(1, layout["zero_stage"])}
     if "data" in axes:
         settings["global_batch_size"] = 2 * settings["micro_batch_size"]
+    begin, single = random.choice([0, 3]), settings | {"zero_stage": 0}
+    first = [given_words(single | {"exit_interval": begin, "save": folder})] if begin else []
+    layout |= {"load": folder} if begin else {}
     try:
-        one = train_runs(1, [given_words(settings | {"zero_stage": 0})])[0]
+        one = train_runs(1, [given_words(single), *first])[0][begin:]
         many = train_runs(ranks, [given_words(settings | layout)])[0]
     except AssertionError as error:
         if "UserError" in str(error):
@@ -164,7 +167,11 @@ def main() -> int:
             random, told = Random(f"{ranks} {arguments.first + number}"), StringIO()
             try:
                 with tempfile.TemporaryDirectory() as runs, redirect_stdout(told), redirect_stderr(told):
-                    wrong = on_one_rank(random, data, Path(runs)) if ranks == 1 else on_more_ranks(random, data, ranks)
+                    wrong = (
+                        on_one_rank(random, data, Path(runs))
+                        if ranks == 1
+                        else on_more_ranks(random, data, Path(runs), ranks)
+                    )
             except Refused:
                 counts["refused"] += 1
                 continue

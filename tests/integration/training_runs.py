@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.checkpoint.weights import note_tensors
+from megatron_ddrp.checkpoint.weights import load_notes, note_tensors
 from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
@@ -54,6 +54,8 @@ def train_run(config: Config) -> Rows:
     engine = build_engine(build_model(config.model, config.parallel.checkpoint_activations, config.objective), setup)
     files, rows, notes = config.checkpoint, [], open_notes(config, corpus)
     resumed = load_checkpoint(engine, Path(files.load), setup) if files.load else None
+    if resumed and notes is not None:
+        load_notes(notes, resumed.path)
     begin = resumed.progress.iteration if resumed else 0
     end = files.exit_interval or config.training.train_iters
     if config.training.gradient_proof:
