@@ -8,6 +8,7 @@ from HEAD. `make test` remains the judge: what a test reads by a pattern alone i
 import ast
 import subprocess
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from megatron_ddrp.commands import COMMANDS
@@ -20,6 +21,8 @@ CHANGE_ALL = {"pyproject.toml", "tests/conftest.py"}
 ON_FIRST_USE = [(name, key, place) for name, table in TABLES.items() for key, place in table.items()]
 ON_FIRST_USE += [("COMMANDS", name, command.module) for name, command in COMMANDS.items()]
 """Table, name in it and module that is imported on first use: tests that name one of the first two count, none else."""
+parse = cache(ast.parse)
+"""Whoever asks for many files again and again, as the run of all faults does, parses and walks each once."""
 
 
 def changed_files() -> set[str]:
@@ -39,11 +42,11 @@ def affected_tests(changed: Collection[str], sources: Mapping[str, str]) -> list
     reached = set(changed)
     if reached & CHANGE_ALL:
         return ["tests"]
-    trees = {file: ast.parse(text) for file, text in sources.items()}
+    trees = {file: parse(text) for file, text in sources.items()}
     package = {file for file in trees if file.startswith("megatron_ddrp/")}
     tests = {file for file in trees if Path(file).name.startswith("test_") and "/cluster/" not in file}
-    modules = {module_of(file) for file in trees}
-    needs = {file: imports_of(tree, modules) for file, tree in trees.items()}
+    modules = frozenset(map(module_of, trees))
+    needs = {file: {*imports_of(tree, modules)} for file, tree in trees.items()}
     for file in trees.keys() - package:
         needs[file] |= _strings(trees[file])
     for file in tests:
@@ -74,7 +77,8 @@ def _loose_names(file: str) -> set[str]:
     return names - {"tests", "__init__.py"}
 
 
-def imports_of(tree: ast.Module, modules: Collection[str]) -> set[str]:
+@cache
+def imports_of(tree: ast.Module, modules: frozenset[str]) -> set[str]:
     """Return the names of modules that a file imports, and the names that it takes from them."""
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -87,6 +91,7 @@ def imports_of(tree: ast.Module, modules: Collection[str]) -> set[str]:
     return found
 
 
+@cache
 def _strings(tree: ast.Module) -> set[str]:
     """Return a file's strings, and the parts of paths among them."""
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -98,10 +103,12 @@ def _conftests(file: str, known: Iterable[str]) -> set[str]:
     return {f"{folder}/conftest.py" for folder in Path(file).parents} & set(known)
 
 
+@cache
 def _fixtures(tree: ast.Module) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+@cache
 def _parameters(tree: ast.Module) -> set[str]:
     return {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
 

@@ -12,7 +12,6 @@ table. `--check` only looks whether the old text of every fault occurs exactly o
 """
 
 import argparse
-import ast
 import json
 import multiprocessing
 import os
@@ -31,7 +30,7 @@ from tqdm import tqdm
 
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.jobs import digest
-from tests.changed import affected_tests, imports_of, module_of
+from tests.changed import affected_tests, imports_of, module_of, parse
 from tests.endurance.lines import ROOT
 
 ENOUGH = 0.95
@@ -79,9 +78,9 @@ def tests_that_see(fault: Fault, quick: bool) -> Iterator[set[str]]:
     The listed ones come by themselves, before all others, if this is to be `quick`.
     """
     sources = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("[!.]*/**/*.py")}
-    modules = set(map(module_of, sources))
+    modules = frozenset(map(module_of, sources))
     reached = {file for file in affected_tests([fault.file], sources) if file.startswith(IN_SUITE)}
-    near = {file for file in reached if module_of(fault.file) in imports_of(ast.parse(sources[file]), modules)}
+    near = {file for file in reached if module_of(fault.file) in imports_of(parse(sources[file]), modules)}
     listed = {file for file in sources if Path(file).name.startswith("test_") and is_below(file, fault.tests)}
     yield from (listed, near - listed) if quick else (near | listed,)
     yield reached - near - listed
