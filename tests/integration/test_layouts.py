@@ -121,7 +121,7 @@ MODEL_PARALLEL: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "pipeline 2": ({"position_encoding": "tupe-r", "packing": True}, layout(1, 2, checkpoint_activations=True)),
         "tensor 2, modern": (MODERN, layout(2, zero_stage=2)),
         "pipeline 2, causal": ({"position_encoding": "deberta", **CAUSAL}, layout(1, 2)),
-        "pipeline 2, causal, a table on one stage": (ABSOLUTE | CAUSAL, layout(1, 2, zero_stage=1)),
+        "pipeline 2, causal, ZeRO 1": ({"position_encoding": "ddrp", **CAUSAL}, layout(1, 2, zero_stage=1)),
         "tensor 2, causal, cut sequences": ({**MODERN, **CAUSAL}, cut(2, zero_stage=1)),
         "data 2, absolute": (KIND | ABSOLUTE, {"micro_batch_size": 2}),
         "data 2, mlm": (KIND | {"objective": "mlm", "relative_table": "per-layer"}, {"micro_batch_size": 2}),
