@@ -177,7 +177,7 @@ def graph_bytes(part: RankPart, setup: Setup, stage: int, width: int) -> int:
     could = setup.ranks.device.type == "cuda" and config.parallel.cuda_graphs != "off" and stage != 3
     if not could or config.graphs_fault not in (None, "--zero-stage 3"):
         return 0
-    tokens = config.training.micro_batch_size * config.model.seq_length
+    tokens = config.training.micro_batch_size * config.last_phase.seq_length
     of_layer = sum(part.sizes) // len(part.layer_widths) * (width if stage else FP32)
     return MOST_SHAPES * 2 * tokens * sum(part.layer_widths) * width + of_layer
 
@@ -213,9 +213,9 @@ def activation_bytes(part: RankPart, setup: Setup, width: int) -> int:
     predicted tokens' logits in fp32, twice. With recomputation only the layers' inputs and one layer's tensors stay.
     """
     config, tensor = setup.config, setup.ranks.tensor_size
-    model, objective = config.model, config.objective
+    model, objective, length = config.model, config.objective, config.last_phase.seq_length
     parts = tensor if config.parallel.cuts_sequence else 1
-    tokens = config.training.micro_batch_size * model.seq_length
+    tokens = config.training.micro_batch_size * length
     in_logits = model.encoding.in_logits
     compared = (objective.hcd_heads or model.num_attention_heads) if objective.hcd_weight else 0
     boundaries, layers = 0, []
@@ -224,9 +224,9 @@ def activation_bytes(part: RankPart, setup: Setup, width: int) -> int:
         maps = 2 * (model.ffn_maps - 1)  # GEGLU keeps both halves, the GELU and the product
         kept = tokens * (4 * hidden + 6 * hidden // parts + (6 * hidden + maps * ffn) // tensor) * width
         if model.attention_backend != "triton":
-            kept += tokens * model.seq_length * (heads // tensor) * width * (1 if in_logits else 0)
-            kept += tokens * model.seq_length * min(compared, heads) * FP32 * 3
-        kept += tokens * model.seq_length * (heads // tensor) * FP32 * setup.objective.kept_maps
+            kept += tokens * length * (heads // tensor) * width * (1 if in_logits else 0)
+            kept += tokens * length * min(compared, heads) * FP32 * 3
+        kept += tokens * length * (heads // tensor) * FP32 * setup.objective.kept_maps
         boundaries += tokens * hidden // parts * width
         layers.append(kept)
     inside = max(layers, default=0) if config.parallel.checkpoint_activations else sum(layers) * part.in_flight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     facts = {
         "parameters": parameters,
         "position_parameters": position_parameters,
-        "tokens_per_step": training.global_batch_size * config.model.seq_length,
+        "tokens_per_step": training.global_batch_size * config.last_phase.seq_length,
         "memory_per_rank_bytes": memory.total,
         "memory_per_rank": asdict(memory),
         "memory_by_zero_stage": {str(stage): of_stage.total for stage, of_stage in needs.items()},
@@ -108,19 +109,17 @@ def estimates(
     for name, device in LISTED.items():
         if why_not(config, device) is None:
             needed = needs_of(with_chosen_backend(config, device))[config.parallel.zero_stage].total / GIB
-            seconds, hours = step_seconds(config, world_size, device), hours_of(config, world_size, device)
+            longest, hours = config.of_phase(config.last_phase), hours_of(config, world_size, device)
+            seconds = step_seconds(longest, world_size, device)
             found[name] = {"step_seconds": seconds, "hours": hours, "needed_gib": needed, "memory_gib": device.memory}
     return found
 
 
 def hours_of(config: Config, world_size: int, device: Device) -> float:
     """Return the estimated hours of all steps, phase by phase."""
-    seconds, begin = 0.0, 0
-    for phase in config.phases:
-        end = phase.last_step(config.training.train_iters)
-        seconds += (end - begin) * step_seconds(config.of_phase(phase), world_size, device)
-        begin = end
-    return seconds / 3600
+    steps = pairwise([0, *(phase.last_step(config.training.train_iters) for phase in config.phases)])
+    seconds = (step_seconds(config.of_phase(phase), world_size, device) for phase in config.phases)
+    return sum((end - begin) * of_step for (begin, end), of_step in zip(steps, seconds, strict=True)) / 3600
 
 
 def estimate_table(facts: dict[str, Any]) -> list[str]:

@@ -275,8 +275,9 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
 
     parameters, of_positions = count_parameters(on_meta_device(model, config.objective))
     yield "parameters", f"{parameters:,} ({of_positions:,} for positions)"
-    tokens = training.global_batch_size * model.seq_length
-    yield "batch", f"{training.global_batch_size:,} sequences x {model.seq_length:,} tokens = up to {tokens:,} per step"
+    length = config.last_phase.seq_length
+    tokens = training.global_batch_size * length
+    yield "batch", f"{training.global_batch_size:,} sequences x {length:,} tokens = up to {tokens:,} per step"
     yield "precision", training.precision
 
 

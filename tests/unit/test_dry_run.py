@@ -272,6 +272,20 @@ def test_it_estimates_the_step_on_known_gpus_and_shows_none_as_0(capsys):
     assert not any(word.strip("s%").rstrip("0.") == "" for row in rows for word in row if word != "%")
 
 
+def test_a_model_for_longer_rows_needs_memory_and_time_for_those_of_the_run(capsys):
+    """The last phase counts; rotary positions have no weights, so that the models are the same."""
+    line = "--position-encoding rope --micro-batch-size 4 --bf16 --world-size 2 --seq-length"
+    short, alone, *others = (
+        run_dry(capsys, f"{line} {rows}")[1]
+        for rows in ("128", "512 --seq-length-phases 128:1", "512", "512 --seq-length-phases 128:0.5")
+    )
+    assert short == alone and all(
+        short["memory_by_zero_stage"]["1"] < one["memory_by_zero_stage"]["1"] for one in others
+    )
+    seconds, hours = ([one["estimates"]["h200"][name] for one in others] for name in ("step_seconds", "hours"))
+    assert seconds[0] == seconds[1] and hours[1] == pytest.approx((short["estimates"]["h200"]["hours"] + hours[0]) / 2)
+
+
 def test_a_vocabulary_size_needs_no_data_and_a_dry_run(capsys):
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
     small, large = (run_dry(capsys, f"{shape} --vocab-size {size}")[1]["parameters"] for size in (1000, 8000))

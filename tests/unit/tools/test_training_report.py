@@ -124,6 +124,8 @@ def test_the_head_tells_what_was_trained_and_for_how_long(tmp_path):
         "batch": "32 sequences x 16 tokens = up to 512 per step",
     }
     assert int(found["parameters"].split(" ")[0].replace(",", "")) > 100 * 8
+    save_config(config.replace(training={"seq_length_phases": ("8:1",)}), tmp_path)  # of a model for longer rows
+    assert dict(run_report.facts(tmp_path, rows))["batch"] == "32 sequences x 8 tokens = up to 256 per step"
     (tmp_path / "config.json").write_text("{")
     assert dict(run_report.facts(tmp_path, rows))["model"].startswith("unknown: ")
 
