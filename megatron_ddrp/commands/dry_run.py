@@ -109,8 +109,7 @@ def estimates(
     for name, device in LISTED.items():
         if why_not(config, device) is None:
             needed = needs_of(with_chosen_backend(config, device))[config.parallel.zero_stage].total / GIB
-            longest, hours = config.of_phase(config.last_phase), hours_of(config, world_size, device)
-            seconds = step_seconds(longest, world_size, device)
+            seconds, hours = step_seconds(config, world_size, device), hours_of(config, world_size, device)
             found[name] = {"step_seconds": seconds, "hours": hours, "needed_gib": needed, "memory_gib": device.memory}
     return found
 

@@ -112,7 +112,8 @@ def describe(modules: Mapping[str, Any]) -> str:
     kinds = [module["type"].rpartition(".")[2] for module in modules[MODULES]]
     longest = modules.get(LONGEST_ROW, {}).get("max_seq_length")
     rows = f"rows of up to {longest!s:.20} pieces" if longest else "rows as long as the model's"
-    return f"{pooling_of(modules):.80} pooling, vectors of {('any length', 'length 1')['Normalize' in kinds]}, {rows}"
+    length = "length 1" if "Normalize" in kinds else "any length"
+    return f"{pooling_of(modules):.80} pooling, vectors of {length}, {rows}"
 
 
 def stated_license(folder: Path) -> str | None:

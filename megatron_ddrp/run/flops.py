@@ -177,7 +177,7 @@ def peak_of_device(config: Config, device: torch.device) -> float | None:
 
 
 def step_seconds(config: Config, world_size: int, device: Device) -> float:
-    """Return the estimated seconds of a step; recomputed activations cost a third more.
+    """Return the estimated seconds of a step of the last phase; recomputed activations cost a third more.
 
     A step that nobody measured takes, on a device of any machine,
 
@@ -189,6 +189,7 @@ def step_seconds(config: Config, world_size: int, device: Device) -> float:
     """
     peak = device.tflops(config.training.precision, tf32=True)
     assert peak is not None, device.name
+    config = config.of_phase(config.last_phase)
     flop = flop_per_token(config).total * config.training.global_batch_size * config.model.seq_length
     recomputed = 4 / 3 if config.parallel.checkpoint_activations else 1.0
     return recomputed * flop / (world_size * peak * 1e12 * SHARE)

@@ -14,6 +14,7 @@ from megatron_ddrp.engine import step as engine_step
 from megatron_ddrp.objectives.contract import Objective
 from megatron_ddrp.run.metrics import curve_of
 from tests.integration.conftest import Train
+from tests.integration.training_runs import without_times
 
 STEPS, MICRO_BATCHES = 4, 2
 
@@ -83,11 +84,6 @@ def test_a_phase_has_its_rotary_base_from_its_first_to_its_last_step(train: Trai
     monkeypatch.setattr(engine_step, "set_theta", lambda model, theta: bases.append(theta))
     train(position_encoding="rope", rope_theta=50.0, seq_length_phases=("16:0.5:100",))
     assert bases == [100.0, 100.0, 50.0, 50.0]
-
-
-def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    timed = ("step_time", "tokens_per_second", "peak_memory_gib")
-    return [{name: value for name, value in row.items() if name not in timed} for row in rows]
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
