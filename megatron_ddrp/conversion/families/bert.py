@@ -128,8 +128,8 @@ class RobertaFamily(Family):
         return {name: tensor[unread:] if name.endswith(POSITIONS) else tensor for name, tensor in tensors.items()}
 
     def fits(self, config: ModelConfig, tokenizer: Tokenizer) -> bool:
-        begins_with_s = tokenizer.pieces[tokenizer.cls_id] == "<s>"
-        return config.num_segments == 1 and begins_with_s and self.owns(tokenizer.pieces)
+        usual = tokenizer.pieces[tokenizer.cls_id] == "<s>" and tokenizer.roles_of("pad") == ["[PAD]"]
+        return config.num_segments == 1 and usual and self.owns(tokenizer.pieces)
 
     def owns(self, pieces: Sequence[str]) -> bool:
         """Return whether a vocabulary that begins texts with <s> belongs to this family."""

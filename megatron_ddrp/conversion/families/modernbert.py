@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
+from megatron_ddrp.conversion.families.bert import BERT_HEAD
 from megatron_ddrp.conversion.families.contract import (
     BARE,
     CLASSIFIER_DROPOUT,
@@ -401,12 +402,7 @@ class EuroBertFamily(RotaryFamily):
         **{"embeddings.token": "embed_tokens", "attention_norm": "input_layernorm"},
         **{"feed_forward_norm": "post_attention_layernorm", "head.final_norm": "norm"},
     }
-    head_modules = {
-        "masked-lm": {
-            **{"head.dense": "mask_predictions.dense", "head.norm": "mask_predictions.LayerNorm"},
-            "head.decoder": "mask_predictions",
-        }
-    }
+    head_modules = {"masked-lm": BERT_HEAD}
 
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
         values = super().complete(path, values)

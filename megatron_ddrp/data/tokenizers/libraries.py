@@ -257,7 +257,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer of type `HuggingFace`, from the tokenizer.json of a Hugging Face model: a folder with it, or the file.
 
     The special roles come from `named` (role → piece), otherwise from the settings beside the file, otherwise from the
-    pieces that it puts around a text, otherwise from the usual names.
+    pieces that it puts around a text, otherwise from the usual names. Decoders' beginning and end of a text stand for
+    missing [CLS] and [SEP]; a vocabulary that spells every text needs no [UNK], for which [SEP] then stands.
     """
 
     library = "tokenizers"
@@ -277,10 +278,14 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = self._backend.get_vocab(with_added_tokens=True)
         around = self._backend.encode("").tokens  # the pieces around every text, if there are two
         outer = dict(zip(("cls", "sep"), around, strict=True)) if len(around) == 2 else {}
-        specials = find_specials(ids, named or outer | _named_specials(file.parent))
+        own = _named_specials(file.parent)
+        ends = {role: own[other] for role, other in (("cls", "bos"), ("sep", "eos")) if other in own}
+        specials = find_specials(ids, named or ends | outer | own)
         closed = spells_all(layout)
         if unknown is not None and not (closed and "unk" in specials):
             specials["unk"] = ids[unknown]  # whatever the settings say
+        elif closed and "sep" in specials:
+            specials.setdefault("unk", specials["sep"])  # no text gives it
         require_specials(specials, file, "add them to the tokenizer or use another one")
         if max(ids.values()) >= len(ids) + SPARE_IDS:
             raise UserError(f"{file}: {len(ids)} pieces have ids up to {max(ids.values())}; use another tokenizer")
@@ -360,7 +365,7 @@ def _named_specials(folder: Path) -> dict[str, str]:
         found[:2] = found[1::-1]
     for config in found:
         own = config.get("special_tokens")  # of `Tokenizer.save`
-        for role in SPECIAL_PIECES:
+        for role in (*SPECIAL_PIECES, "bos", "eos"):
             token = own.get(role) if isinstance(own, dict) else config.get(f"{role}_token")
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):

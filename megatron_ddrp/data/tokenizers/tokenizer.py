@@ -434,19 +434,19 @@ def build_tokenizer(
 
 
 def _refuse_shared_roles(tokenizer: Tokenizer, path: AnyPath) -> None:
-    """Raise `UserError` if two roles share a piece, except for [CLS] and [SEP], and [UNK] where text never gives it.
+    """Raise `UserError` if two roles share a piece, except for [CLS], [SEP] and [PAD], and [UNK] if no text gives it.
 
-    Masking could not tell the two apart: it hides unknown pieces and keeps the structure of a row.
+    Masking could not tell the two apart: it hides unknown pieces and keeps the structure of a row. Padding is known by
+    its place.
     """
-    for role in ("mask", "pad", "unk"):
+    for role in ("mask", "unk"):
         shared = tokenizer.roles_of(role)
-        others = set(shared) - {SPECIAL_PIECES[role][0]}
-        if not others or (role == "unk" and _never_unknown(tokenizer)):
+        if len(shared) == 1 or (role == "unk" and _never_unknown(tokenizer)):
             continue
         piece = tokenizer.pieces[getattr(tokenizer, f"{role}_id")]
         raise UserError(
             f"{os.fspath(path)}: {piece!r} is {', '.join(shared[:-1])} and {shared[-1]}: expected pieces of their own "
-            "for [PAD], [MASK] and [UNK] (only [CLS] and [SEP] may share one); give each its own piece, also in the "
+            "for [MASK] and [UNK] (only [CLS], [SEP] and [PAD] may share one); give each its own piece, also in the "
             "files special_tokens_map.json and tokenizer_config.json beside it, or use another tokenizer",
             WRONG_ARGUMENTS,
         )

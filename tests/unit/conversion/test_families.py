@@ -20,10 +20,12 @@ from megatron_ddrp.conversion.families import FAMILIES, leaving_family
 from megatron_ddrp.conversion.families.modernbert import FULL, LOCAL
 from megatron_ddrp.conversion.from_huggingface import import_folder, local_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.model import count_parameters
 from tests.refusals import refused
 from tests.unit.conversion import conftest
 from tests.unit.conversion.conftest import change_json, encoded, padded_pair_batch, write_checkpoint
+from tests.unit.conversion.tokenizers_of_families import FAIRSEQ, byte_level
 
 pytestmark = pytest.mark.usefixtures("few_probes")
 DISCRIMINATOR, GENERATOR = (Case(FAMILIES["electra"], head) for head in ("replaced-token", "masked-lm"))
@@ -120,6 +122,16 @@ def test_a_eurobert_gets_a_new_head_and_keeps_it_beside_its_export(tmp_path, off
     assert back.weights.initialised == back.weights.left_out == []
     kept, size = imported.model.state_dict(), tokenizer.vocab_size
     assert all(torch.equal(kept[name][:size], value[:size]) for name, value in back.model.state_dict().items())
+
+
+def test_padding_that_ends_texts_too_is_no_robertas(tmp_path):
+    """RoBERTa counts positions by the id of padding, and would give an end the position of padding."""
+    config = ModelConfig(position_encoding="absolute", num_segments=1)
+    byte_level(tmp_path, FAIRSEQ, template=True)
+    for padding, family in (("<pad>", "roberta"), ("</s>", "bert")):
+        change_json(tmp_path / "tokenizer_config.json", pad_token=padding)
+        tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+        assert leaving_family(config, "masked-lm", tokenizer).model_type == family
 
 
 def test_roberta_has_rows_that_no_token_reads(tmp_path, offline, folders):

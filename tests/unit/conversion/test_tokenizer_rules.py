@@ -225,11 +225,11 @@ def test_roles_that_share_a_piece_are_refused_in_folders_too(tmp_path, offline):
     """They are refused whether tokenizer.json is there or transformers makes it."""
     byte_level(tmp_path, FAIRSEQ, template=True)
     settings(tmp_path, FAIRSEQ)
-    change_json(tmp_path / "tokenizer_config.json", tokenizer_class="RobertaTokenizer", pad_token="</s>")
+    change_json(tmp_path / "tokenizer_config.json", tokenizer_class="RobertaTokenizer", mask_token="</s>")
     change_json(tmp_path / "config.json", model_type="roberta")
     for is_made in (False, True):
         for read in READERS:
-            error = refused(r"'</s>' is \[SEP\] and \[PAD\]", read, tmp_path)
+            error = refused(r"'</s>' is \[SEP\] and \[MASK\]", read, tmp_path)
             assert error.exit_code == 2 and str(error).startswith(str(tmp_path))
         if not is_made:
             split_layout(tmp_path)

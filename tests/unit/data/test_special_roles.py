@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.conversion.tokenizer_files import plan_transfer
@@ -49,17 +49,15 @@ CLOSED = {"byte-level": byte_bpe, "fallback": lambda: plain_bpe([*"abc", *BYTES]
         ({"mask": "<c>"}, "'<c>' is [CLS] and [MASK]"),
         ({"mask": "<p>"}, "'<p>' is [PAD] and [MASK]"),
         ({"mask": "<u>"}, "'<u>' is [MASK] and [UNK]"),
-        ({"pad": "<s>"}, "'<s>' is [SEP] and [PAD]"),
-        ({"pad": "<u>"}, "'<u>' is [PAD] and [UNK]"),
-        (dict.fromkeys(("cls", "sep", "pad"), "<s>"), "'<s>' is [CLS], [SEP] and [PAD]"),
+        ({"mask": "<s>", "pad": "<s>"}, "'<s>' is [SEP], [PAD] and [MASK]"),
     ],
 )
-def test_a_mask_or_padding_with_another_role_is_refused(tmp_path, made, file, roles, first):
+def test_a_mask_with_another_role_is_refused(tmp_path, made, file, roles, first):
     folder = write(tmp_path, (OPEN | CLOSED)[made](), NAMES | roles, file)
     assert first in refusal(folder) and str(folder) in refusal(folder)
 
 
-@pytest.mark.parametrize("role", ["cls", "sep"])
+@pytest.mark.parametrize("role", ["cls", "sep", "pad"])
 @pytest.mark.parametrize("made", OPEN)
 def test_an_unknown_piece_with_another_role_is_refused(tmp_path, made, role):
     own = f"'<u>' is [{role.upper()}] and [UNK]"
@@ -75,7 +73,7 @@ def test_an_unknown_piece_with_another_role_is_refused(tmp_path, made, role):
     wrong_arguments(r"'<u>' is \[", tokenizer_module.load_tokenizer, tmp_path / "run")
 
 
-@pytest.mark.parametrize("shared", [("cls",), ("sep",), ("cls", "sep")])
+@pytest.mark.parametrize("shared", [("cls",), ("sep",), ("cls", "sep"), ("pad",), ("sep", "pad")])
 @pytest.mark.parametrize("made", CLOSED)
 def test_an_unknown_piece_that_no_text_gives_is_said(tmp_path, made, shared):
     tokenizer = built(tmp_path, CLOSED[made](), NAMES | dict.fromkeys(shared, "<u>"))
@@ -103,16 +101,42 @@ def test_settings_that_differ_are_read_as_by_transformers(tmp_path, newer):
     assert tokenizer.pieces[tokenizer.mask_id] == ("b" if newer else "a")
 
 
-def test_classifier_and_separator_may_share_a_piece_and_settings_name_the_unknown_one(tmp_path):
+def test_classifier_separator_and_padding_may_share_a_piece_and_settings_name_the_unknown_one(tmp_path):
     for name, made in (OPEN | CLOSED).items():
-        tokenizer = built(tmp_path / name, made(), NAMES | {"sep": "<c>"})
-        assert tokenizer.cls_id == tokenizer.sep_id and not warn_of_vocabulary(tokenizer)
+        tokenizer = built(tmp_path / name, made(), NAMES | {"sep": "<c>", "pad": "<c>"})
+        assert tokenizer.cls_id == tokenizer.sep_id == tokenizer.pad_id and not warn_of_vocabulary(tokenizer)
     tokenizer = built(tmp_path, byte_bpe(unknown="<s>"))  # as in CLIP's files, whose model names the end of a text
     assert tokenizer.pieces[tokenizer.unk_id] == "<u>" and not warn_of_vocabulary(tokenizer)
     for number, (made, unknown) in enumerate(itertools.product(CLOSED.values(), ("", "<no>"))):
         change = {"change": lambda layout, unknown=unknown: layout["model"].update(unk_token=unknown)}
         tokenizer = built(tmp_path / str(number), made(), **change)
         assert tokenizer.encode(WHOLE) and not warn_of_vocabulary(tokenizer), "one that is not needed may be missing"
+
+
+@pytest.mark.parametrize("around", ["", "<c> $A", "<c> $A <s>"])
+def test_a_decoders_tokenizer_needs_no_piece_but_a_mask(tmp_path, around):
+    """As in EuroBERT's folder: a beginning, an end that also pads, and a mask."""
+    folder = write(tmp_path, byte_bpe(), {"bos": "<c>", "eos": "<s>", "pad": "<s>", "mask": "<m>"}, added=ADDED[:4])
+    if around:
+        backend = RustTokenizer.from_file(str(folder / "tokenizer.json"))
+        ends = [(name, backend.token_to_id(name)) for name in ("<c>", "<s>")]
+        backend.post_processor = processors.TemplateProcessing(around, special_tokens=ends)
+        backend.save(str(folder / "tokenizer.json"))
+    tokenizer = built(folder)
+    roles = {role: tokenizer.pieces[getattr(tokenizer, f"{role}_id")] for role in NAMES}
+    assert roles == {"cls": "<c>", "sep": "<s>", "pad": "<s>", "mask": "<m>", "unk": "<s>"}
+    tokenizer.save(tmp_path / "run")
+    again = tokenizer_module.load_tokenizer(tmp_path / "run")
+    assert (again.cls_id, again.unk_id, again.fingerprint) == (
+        tokenizer.cls_id,
+        tokenizer.unk_id,
+        tokenizer.fingerprint,
+    )
+    row = np.array([[tokenizer.cls_id, *tokenizer.encode(WHOLE), tokenizer.sep_id, tokenizer.pad_id]] * 400)
+    valid = np.ones_like(row)
+    valid[:, -1] = 0
+    masked, labels = Masker(tokenizer)(row, valid, np.zeros(400, int), np.arange(400))
+    assert (labels[:, [0, -2, -1]] < 0).all() and (masked[:, -2:] == tokenizer.sep_id).all() and (labels >= 0).any()
 
 
 def without(*lost):
