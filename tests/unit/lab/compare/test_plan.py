@@ -216,7 +216,7 @@ def test_the_ready_plans_are_the_paper_at_three_scales_every_encoding_in_two_bac
         head = file.read_text(encoding="utf-8").split("models:")[0]
         assert all(f"#   {word}" in head for word in ("hardware", "time", "result")), file
     plans = {name: found[0] for name, found in read.items() if name not in ("ladder", "fast", "novels")}
-    assert set(plans) == {*SCALES, "backbones", "depth", "measures", "plateau", "recipe-rates"}
+    assert set(plans) == {*SCALES, "backbones", "depth", "measures", "plateau", "recipe-rates", "row-lengths"}
     assert plans["measures"].minimal_pairs and plans["measures"].glue and len(plans["measures"].seeds) == 5
     backbones = plans["backbones"].models
     assert [model.encoding for model in backbones] == [*ENCODINGS, *ENCODINGS]
