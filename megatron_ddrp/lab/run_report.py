@@ -290,7 +290,7 @@ def _of_rows(rows: MetricsRows, config: Config | None) -> Iterator[tuple[str, st
         yield "tokens seen, without padding", f"{tokens[-1]:,}"
     seconds = training_seconds(rows)
     if tokens and seconds:
-        yield "throughput", f"{tokens[-1] / seconds:,.0f} tokens per second"
+        yield "throughput", f"{(tokens[-1] - _before(*tokens[:2])) / seconds:,.0f} tokens per second"
     if seconds:
         yield "time per step", f"{statistics.median(time for _, time in series(rows, 'step_time')):.3f} s (median)"
         yield "time of all steps", duration(seconds)
@@ -309,11 +309,14 @@ def _of_plateau(rows: MetricsRows, level: float | None) -> Iterator[tuple[str, s
 
 def training_seconds(rows: MetricsRows) -> float:
     """Return the time of all steps: each row's seconds per step times the steps since the row before."""
-    total, before = 0.0, 0
-    for step, seconds in series(rows, "step_time"):
-        total += seconds * (step - before)
-        before = step
-    return total
+    steps = [step for step, _ in series(rows, "step_time")]
+    counts = np.diff([_before(*steps[:2]), *steps])
+    return float(sum(count * seconds for count, (_, seconds) in zip(counts, series(rows, "step_time"), strict=True)))
+
+
+def _before(first: float = 0, *second: float) -> float:
+    """Return a count before the first of equally spaced rows: 0, or the one at which a branch left its parent."""
+    return max(0, 2 * first - second[0]) if second else 0
 
 
 Facts = Mapping[str, Sequence[tuple[str, str]]]

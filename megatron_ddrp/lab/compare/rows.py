@@ -18,14 +18,22 @@ import numpy as np
 
 from megatron_ddrp.config import OBJECTIVES, concerns
 from megatron_ddrp.config.reading import options_of
-from megatron_ddrp.config.training import MaskRates
+from megatron_ddrp.config.training import MaskRates, parse_phases
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.data.batches.word_counts import MIN_SHIFT
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.foreign import Name, misfit, reading
 from megatron_ddrp.run.metrics import is_past, onset
 from megatron_ddrp.tasks.jobs import Damaged, Row, Store, digest
-from megatron_ddrp.tasks.statistics import LIKE_LOSS, LOSS, OTHER_LOSS, STEP_SECONDS, TRAINING_LOSS, Times
+from megatron_ddrp.tasks.statistics import (
+    LIKE_LOSS,
+    LOSS,
+    MINIMAL_PAIRS,
+    OTHER_LOSS,
+    STEP_SECONDS,
+    TRAINING_LOSS,
+    Times,
+)
 
 UNITS = {"million tokens": 2, "steps": 0, "million predictions": 2, "seconds": 0}
 """Unit of a time on the plateau → digits."""
@@ -192,6 +200,16 @@ class RunRow:
         """Setting → value, as far as the row tells: the plan's, and the model's own."""
         return {name.replace("-", "_"): value for name, value in {**self.common, **self.flags}.items()}
 
+    def compares(self, other: RunRow, measure: str) -> bool:
+        """Return whether values of a measure compare: of the same pairs or rows of a task, where both tell them."""
+        if measure == LIKE_LOSS:
+            return self.like_key == other.like_key
+        told: list[Sequence[object]] = [(sorted(run.paradigms), run.pairs or None) for run in (self, other)]
+        if measure != MINIMAL_PAIRS:
+            rows = [run.tasks.get(measure, {}) for run in (self, other)]
+            told = [(row.get("train_examples"), row.get("dev_examples")) for row in rows]
+        return all(one == another or None in (one, another) for one, another in zip(*told, strict=True))
+
     @cached_property
     def like_key(self) -> tuple[str, ...]:
         """Key that two runs share if their losses on like text compare.
@@ -221,16 +239,19 @@ class RunRow:
     def spent(self) -> Mapping[str, float]:
         """Unit → what the run had spent at its onset, or at its end; without the units that its row does not tell.
 
-        Predictions are tokens times the mean mask rate up to then; the rate changes in equal steps. A causal phase
-        predicts every token.
+        Predictions are tokens times the mask rate up to then, which changes in equal steps, of which each has the rows
+        of its phase. A causal phase predicts every token.
         """
         tokens = self.rested or 0.0
-        share = tokens / self.tokens if self.tokens else 0.0
+        phases = parse_phases(self.settings.get("seq_length_phases") or (), int(self.settings.get("seq_length", 1)))
+        ends, lengths = np.array([0.0, *(phase.share for phase in phases)]), [phase.seq_length for phase in phases]
+        grown = np.cumsum([0, *np.diff(ends) * lengths])
+        share = np.interp(tokens / (self.tokens or np.inf), grown / grown[-1], ends)
         rates = MaskRates.parse(str(self.settings.get("mask_prob", _DEFAULTS["mask_prob"])))
-        _, _, end = str(self.settings.get("objective_phases") or "").partition(":")
-        causal = min(float(end or 0), share)
-        masked = rates.start + (rates.end - rates.start) * (causal + share) / 2
-        rate = (causal + (share - causal) * masked) / share if self.settings and share else 0.0
+        _, _, causal = str(self.settings.get("objective_phases") or "").partition(":")
+        at = share * (np.arange(2000) + 0.5) / 2000  # middles of steps [2000]
+        masked = np.where(at < float(causal or 0), 1, rates.start + (rates.end - rates.start) * at)
+        rate = np.average(masked, weights=np.take(lengths, np.searchsorted(ends, at) - 1)) if self.settings else 0.0
         seconds = self.steps * share * self.values.get(STEP_SECONDS, 0.0)
         found = zip(UNITS, (tokens / 1e6, self.steps * share, tokens / 1e6 * rate, seconds), strict=True)
         return {unit: amount for unit, amount in found if amount}
@@ -299,7 +320,8 @@ def last_tenth(curve: Curve) -> float | None:
     Each point counts by the tokens since the point before. In its first epoch a run sees all of this text for the first
     time.
     """
-    points = np.array([(0.0, 0.0), *curve])  # [1 + points, 2]
+    begin = max(0.0, 2 * curve[0][0] - curve[1][0]) if len(curve) > 1 else 0.0  # a causal phase has no masked loss
+    points = np.array([(begin, 0.0), *curve])  # [1 + points, 2]
     spans = np.diff(points[:, 0]) * (points[1:, 0] > 0.9 * points[-1, 0])
     return float(spans @ points[1:, 1] / spans.sum()) if spans.sum() > 0 else None
 

@@ -183,15 +183,15 @@ class ExperimentValues:
         """Return seed → value of an arm at a budget; empty if nothing is measured.
 
         The GLUE average is computed here from the tasks that all runs share; the one in the rows may be of others. The
-        runs whose loss on like text does not compare with that of `beside` (`RunRow.like_key`) are left out.
+        runs whose values do not compare with those of `beside` (`RunRow.compares`) are left out.
         """
-        parts, others = self._parts(measure), self.at(budget, beside) if beside and measure == LIKE_LOSS else {}
+        parts, others = self._parts(measure), self.at(budget, beside) if beside else {}
         return {
             seed: statistics.fmean(run.values[part] for part in parts)
             for seed, run in self.at(budget, arm).items()
             if parts
             and all(part in run.values for part in parts)
-            and (not others or run.like_key == others.get(seed, next(iter(others.values()))).like_key)
+            and all(run.compares(others.get(seed, next(iter(others.values()))), part) for part in parts * bool(others))
         }
 
     def samples(self, measure: str, arm: Arm, budget: str) -> dict[int, np.ndarray]:
@@ -203,7 +203,7 @@ class ExperimentValues:
             if parts and all(part in run.samples for part in parts)
         }
 
-    def _parts(self, measure: str) -> Sequence[str]:
+    def _parts(self, measure: str) -> list[str]:
         return self.averaged if measure == GLUE else [measure]
 
 

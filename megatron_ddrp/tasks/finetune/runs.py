@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -154,6 +155,8 @@ class Cell:
     task: str
     rows: list[dict[str, Any]]
     """Lines of runs.jsonl in the form of `RunStore`, one per seed."""
+    left_out: int = 0
+    """Number of the encoder's runs on the task under other conditions."""
 
     @property
     def scores(self) -> list[float]:
@@ -216,8 +219,8 @@ def best_cells(
 ) -> dict[str, Cells]:
     """Return encoder's name → task → cell at the best grid point, tasks in `order`, others after them.
 
-    A cell has only runs with the `conditions` of the encoder's newest run on the task. If some of its runs are `asked`
-    for, it has no others.
+    A cell has only runs with the `conditions` under which most of the encoder's runs on the task were made, the newest
+    of several. If some of its runs are `asked` for, it has no others.
 
     A grid point is every setting of a run except its seed. The best point is the one with the highest median of the
     last epoch's scores among the points with the most seeds.
@@ -226,21 +229,18 @@ def best_cells(
     wanted = {run for run in asked if run in known}
     places = {(run.encoder, run.task) for run in wanted}
     known = {run: row for run, row in known.items() if run in wanted or (run.encoder, run.task) not in places}
-    names: dict[str, set[str]] = {}
     # One median must not mix scores from different data, row lengths, numbers of training rows or scales of labels.
-    newest = {(run.encoder, run.task): _conditions(run) for run in known}
+    counts = Counter((run.encoder, run.task, _conditions(run)) for run in known)
+    most = {place[:2]: place[2] for place in sorted(counts, key=counts.__getitem__)}
+    known = {run: row for run, row in known.items() if _conditions(run) == most[run.encoder, run.task]}
     loads = {run.encoder: row["load"] for run, row in known.items()}  # the newest path of each encoder
-    for encoder, load in loads.items():
-        names.setdefault(load, set()).add(encoder)
     groups: dict[str, dict[str, dict[TuningRun, list[dict[str, Any]]]]] = {}
     for run, row in known.items():
-        if _conditions(run) != newest[run.encoder, run.task]:
-            continue
         load = loads[run.encoder]
-        name = f"{load} ({run.encoder[:8]})" if len(names[load]) > 1 else load
+        name = f"{load} ({run.encoder[:8]})" if [*loads.values()].count(load) > 1 else load
         groups.setdefault(name, {}).setdefault(run.task, {}).setdefault(replace(run, seed=0), []).append(row)
     return {
-        name: {task: _best(task, tasks[task]) for task in dict.fromkeys([*order, *tasks]) if task in tasks}
+        name: {task: _best(task, tasks[task], counts) for task in dict.fromkeys([*order, *tasks]) if task in tasks}
         for name, tasks in groups.items()
     }
 
@@ -255,13 +255,15 @@ def _conditions(run: TuningRun) -> tuple[Any, ...]:
     return run.data, run.max_seq_length, run.max_train_examples, run.scales_labels
 
 
-def _best(task: str, points: dict[TuningRun, list[dict[str, Any]]]) -> Cell:
+def _best(task: str, points: dict[TuningRun, list[dict[str, Any]]], counts: Counter[tuple[Any, ...]]) -> Cell:
     def rank(point: TuningRun) -> tuple[int, float, int]:
         cell = Cell(task, points[point])
         return len(cell.rows), cell.median, -cell.undefined
 
     point = max(sorted(points, key=lambda run: (run.batch_size, run.lr, run.epochs, run.name)), key=rank)
-    return Cell(task, sorted(points[point], key=lambda row: row["seed"]))
+    others = [key for key in counts if key[:2] == (point.encoder, task) and key[2] != _conditions(point)]
+    left_out = sum(counts[key] for key in others)
+    return Cell(task, sorted(points[point], key=lambda row: row["seed"]), left_out)
 
 
 @dataclass(frozen=True)

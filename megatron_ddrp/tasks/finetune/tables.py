@@ -157,7 +157,10 @@ def _alike(encoders: dict[str, Cells], task: str, first: str, second: str) -> bo
 
 
 def unlike(encoders: dict[str, Cells], tasks: list[str]) -> list[str]:
-    """Return one sentence per task and way in which the runs of encoders differ from those of the first encoder."""
+    """Return one sentence per task and way in which the runs of encoders differ from those of the first encoder.
+
+    Another one counts the runs that the tables leave out.
+    """
     found = []
     for task in tasks:
         rows = {name: cells[task].rows[0] for name, cells in encoders.items() if task in cells}
@@ -177,6 +180,10 @@ def unlike(encoders: dict[str, Cells], tasks: list[str]) -> list[str]:
         if shorter:
             told = ", ".join(f"{name} read rows of up to {rows[name]['max_seq_length']} pieces" for name in shorter)
             found.append(f"{task}: {told}, {first} of up to {own['max_seq_length']}; the differences include this")
+        left = [f"{encoders[name][task].left_out} of {name}" for name in rows if encoders[name][task].left_out]
+        found += [f"{task}: runs on other files, row lengths or row counts are left out: {', '.join(left)}"] * bool(
+            left
+        )
     return found
 
 
@@ -306,10 +313,8 @@ def _cell(cell: Cell, items: Items) -> dict[str, Any]:
 
 def page(encoders: dict[str, Cells], suite: Suite, tables: dict[str, Table | None], damage: Sequence[str] = ()) -> str:
     """Return the text of table.md."""
-    sentences = unlike(encoders, task_order(encoders, suite.order))
-    return render_page(
-        "scores.md.jinja", title=suite.title, about=suite.about, unlike=sentences, damage=damage, **tables
-    )
+    told = unlike(encoders, task_order(encoders, suite.order))
+    return render_page("scores.md.jinja", title=suite.title, about=suite.about, unlike=told, damage=damage, **tables)
 
 
 def draw(encoders: dict[str, Cells], tasks: list[str], title: str) -> Any:

@@ -160,7 +160,7 @@ WARMUP = 0.1
 WEIGHT_DECAY = 0.01
 CLIP_NORM = 1.0
 DEV_BATCH_SIZE = 64
-_LAYER = re.compile(r"\.(?:layers?|h|blocks?)\.(\d+)\.")
+_LAYER = re.compile(r"\.(?:layers?|h|blocks?|attentions|ffns|layer_norm[12])\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -365,7 +365,8 @@ def finetune(
 
 
 def layer_depths(names: Iterable[str], encoder: str = "encoder.") -> dict[str, int]:
-    """Return parameter name → depth: 0 for embeddings and shared parameters, i + 1 for layer i, then the head.
+    """Return parameter name → depth: 0 for embeddings and shared parameters, i + 1 for layer i and the norm behind the
+    last one, then the head.
 
     The names of the encoder's parameters begin with `encoder`. A pooler in the encoder belongs to the head.
     """
@@ -375,7 +376,8 @@ def layer_depths(names: Iterable[str], encoder: str = "encoder.") -> dict[str, i
     def depth(name: str, match: re.Match[str] | None) -> int:
         if match:
             return int(match[1]) + 1
-        return 0 if name.startswith(encoder) and ".pooler." not in name else top
+        inside = name.startswith(encoder) and ".pooler." not in name
+        return top - (top - ("final_norm" in name) * (top - 1)) * inside
 
     return {name: depth(name, match) for name, match in found.items()}
 

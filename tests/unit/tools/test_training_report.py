@@ -111,6 +111,9 @@ def test_the_head_tells_what_was_trained_and_for_how_long(tmp_path):
         {"iteration": 10, "lm_loss": 8.0, "step_time": 1.0, "consumed_tokens": 1100, "peak_memory_gib": 0.5},
     ]
     assert run_report.training_seconds(rows) == 2.0 + 9 * 1.0
+    branch = [rows[1] | {"iteration": step, "consumed_tokens": 100 * step} for step in (901, 902, 903)]
+    told = dict(run_report.facts(tmp_path, branch))
+    assert (told["time of all steps"], told["throughput"]) == ("3s", "100 tokens per second")
     assert dict(run_report.facts(tmp_path, rows)) == {
         **{"steps": "10", "tokens seen, without padding": "1,100", "throughput": "100 tokens per second"},
         **{"time per step": "1.500 s (median)", "time of all steps": "11s", "peak memory of a rank": "0.75 GiB"},

@@ -11,7 +11,7 @@ from megatron_ddrp.lab.compare.page import by_phenomenon, missing_samples
 from megatron_ddrp.lab.compare.rows import as_run, last_tenth, read_run_rows, samples_file, write_samples
 from megatron_ddrp.lab.compare.runs import LOGGED
 from megatron_ddrp.lab.compare.tables import ExperimentValues, check_places, gains, model_claims, score_table
-from megatron_ddrp.tasks.statistics import LIKE_LOSS, OTHER_LOSS, TRAINING_LOSS
+from megatron_ddrp.tasks.statistics import LIKE_LOSS, MINIMAL_PAIRS, OTHER_LOSS, TRAINING_LOSS
 from tests.refusals import refused
 from tests.unit.lab.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
 
@@ -186,6 +186,29 @@ def test_a_loss_has_the_name_of_its_text_if_its_kind_is_told_and_without_tokens_
         made = make_row("ddrp", 1, RUNGS[0], stored, curves=TRAINED, **told)
         assert as_run(made).values == pytest.approx(expected), told
     assert last_tenth([]) is last_tenth([(0.0, 9.0)]) is None
+    after = [(point * 1e5, 7.0 - (point - 91) * 0.1) for point in range(91, 101)]  # a causal phase had no masked loss
+    assert last_tenth(after) == pytest.approx(6.55)
+
+
+def test_scores_compare_if_they_are_of_the_same_pairs_or_rows():
+    pairs, task = {"paradigms": {"x": 0.5, "y": 0.7}, "pairs": {"x": 200, "y": 100}}, {"train_examples": 100}
+    for measure, told, other, same in (
+        (MINIMAL_PAIRS, pairs, pairs, True),
+        (MINIMAL_PAIRS, pairs, pairs | {"paradigms": {"y": 0.7}}, False),
+        (MINIMAL_PAIRS, pairs, pairs | {"pairs": {"x": 20, "y": 100}}, False),
+        (MINIMAL_PAIRS, pairs, pairs | {"pairs": {}}, True),  # not told
+        ("CoLA", {"tasks": {"CoLA": task}}, {"tasks": {"CoLA": task | {"undefined": 1}}}, True),
+        ("CoLA", {"tasks": {"CoLA": task}}, {"tasks": {"CoLA": {"train_examples": 99}}}, False),
+        ("CoLA", {"tasks": {"CoLA": task}}, {}, True),
+        (LOSS, {"tasks": {"CoLA": task}}, pairs, True),
+    ):
+        one, two = (
+            as_run(make_row(model, 1, RUNGS[0], {measure: 0.6}) | own)
+            for model, own in (("ddrp", told), ("absolute", other))
+        )
+        assert one.compares(two, measure) is two.compares(one, measure) is same, (measure, told, other)
+        values = ExperimentValues([one, two]).of(measure, one.arm, one.budget, two.arm)
+        assert values == ({1: 0.6} if same else {})
 
 
 def test_training_losses_compare_where_training_makes_the_same_of_a_text():

@@ -242,6 +242,11 @@ def test_shares_and_tests_are_those_of_their_definitions_and_the_median_is_where
         assert told(unit, common={"lr": 0.1}, flags={"mask-prob": "0.4:0.2"}) == median
         assert told(unit, common={}, steps=0) == ("2.00" if unit == "million tokens" else "")
     assert (told(predictions), told(predictions, common={"mask_prob": 0.3})) == ("0.30", "0.60")
+    short = {"common": {"seq_length": 128, "seq_length_phases": ["32:0.5"]}, "flags": {"mask-prob": "0.4:0.2"}}
+    lengths = [32] * 1000 + [128] * 1000  # of the steps; half of the tokens are spent after 1,375
+    rates = sum(length * (0.4 - 0.2 * step / 2000) for step, length in enumerate(lengths[:1375]))
+    spent = f"{rates * 20 * GRID / sum(lengths) / 1e6:.2f}"
+    assert [told(unit, **short) for unit in UNITS] == ["2.00", "1,375", spent, "344"]
     phased = told(predictions, common={}, flags={"objective-phases": "clm:0.25"})
     assert phased == "1.15"  # half of the tokens, and 15 % of the rest
 

@@ -66,6 +66,18 @@ def test_the_runs_that_count():
             assert cells[name]["RTE"].median == statistics.median(scores)
 
 
+def test_runs_under_other_conditions_than_most_are_left_out_and_counted():
+    """In any order of the folders: one quick run on fewer rows must not hide five on all."""
+    whole, quick = [row(score=0.9, seed=seed) for seed in range(5)], [row(score=0.6, max_train_examples=100)]
+    for rows in (whole + quick, quick + whole):
+        cells = best_cells(rows)["base"]["RTE"]
+        assert cells.scores == [0.9] * 5 and cells.left_out == 1
+        assert "RTE: runs on other files, row lengths or row counts are left out: 1 of base" in table(rows)
+    assert "are left out" not in table(whole) and best_cells(quick)["base"]["RTE"].left_out == 0
+    former, later = row(data="a" * 16), row(score=0.7, seed=2)
+    assert best_cells([former, later])["base"]["RTE"].scores == [0.7]
+
+
 def test_undefined_scores_count_as_0_and_are_marked():
     rows = [row("CoLA", score, seed) for seed, score in enumerate((None, 0.2, 0.4))]
     cells, text = best_cells(rows), table(rows)
