@@ -123,7 +123,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
             refuse("--vocab-size beside data or a vocabulary: these decide it, so leave it out, or leave them out")
         config = config.with_vocabulary(run.vocab_size)
     remarks = (remark, *remarks_on(typed.taken, settings, config), decided)
-    remarks += (idle_remark(settings, config), warmup_remark(config.optimizer, config.training.train_iters))
+    remarks += (idle_remark(settings, config), warmup_remark(*config.schedule))
     return Arguments(config, run.dry_run, run.world_size, run.device_memory, tuple(filter(None, remarks)))
 
 
@@ -225,7 +225,7 @@ def idle_remark(settings: Settings, config: Config) -> str:
     return f"without effect: {', '.join(idle)}" if idle else ""
 
 
-def warmup_remark(optimizer: OptimizerConfig, steps: int) -> str:
+def warmup_remark(steps: int, optimizer: OptimizerConfig) -> str:
     """Return a line about a warm-up that outlasts a run of so many steps; empty without one.
 
     `Config` refuses it if it is given in steps; as a share of `--lr-decay-iters` it may be the start of a longer run.

@@ -41,7 +41,7 @@ from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, Tokenizer
 from megatron_ddrp.data.dataset.verification import check_sums, open_dataset
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary import warn_of_impossible, warn_of_unmarked_words, warn_of_vocabulary
+from megatron_ddrp.data.tokenizers.vocabulary import warn_of_unmarked_words, warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 SPLITS = {"train": "training", "valid": "validation", "other": "other-text", "test": "test"}
@@ -80,13 +80,13 @@ class Corpus:
         config = with_tokenizer(config, prefixes)
         tokenizer = tokenizer_flags(config).build()
         words = objective.notes or MASKINGS.find(objective.masking).keeps_words
-        sources, remarks = {}, [*warn_of_vocabulary(tokenizer), warn_of_impossible(tokenizer)]
-        remarks += [warn_of_unmarked_words(tokenizer)] if words else []
+        sources, remarks = {}, warn_of_vocabulary(tokenizer)
+        remarks += filter(None, [warn_of_unmarked_words(tokenizer)] if words else [])
         for prefix in prefixes:
             sources[prefix] = open_dataset(prefix, tokenizer)
             for length in lengths:
                 sample_totals(sources[prefix], length)
-        return cls(tokenizer, config, sources, tuple(dict.fromkeys(filter(None, remarks))), keep_counts)
+        return cls(tokenizer, config, sources, tuple(dict.fromkeys(remarks)), keep_counts)
 
     def samples(self, split: str, seq_length: int | None = None) -> Blend:
         """Return the samples of `train`, `valid`, `other` or `test`; only `--data-path` has a test split.

@@ -119,9 +119,6 @@ def prepare(config: Config, ranks: Ranks) -> tuple[Setup, list[Callback]]:
     callbacks = callbacks_of(config.logging)
     setup = Setup.of(config, ranks)
     state = read_state(path) if load and (path := newest(load)) else {}
-    if state and config.objective.generates:  # the layout of a checkpoint's generator has no flag
-        stored = Config.from_dict(state["config"]).objective
-        setup = setup.replace(objective={"generator_embeddings": stored.generator_embeddings})
     return setup.replace(training={"new_head_iters": new_head_iters(config, state)}), callbacks
 
 

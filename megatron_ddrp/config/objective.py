@@ -105,9 +105,6 @@ class ObjectiveConfig(Section):
         "heads of ELECTRA's generator as a share of the model's heads, rounded; its width follows (default: a third)",
         within="(0, 1]",
     )
-    generator_embeddings: str = "shared"
-    """Source of the generator's embeddings in ELECTRA: `shared`, all from the discriminator with their LayerNorm;
-    `own`, absolute positions and LayerNorm of its own (only in older checkpoints)."""
     notes: bool = option(
         False, "Taking Notes on the Fly (arXiv:2008.01466): blend notes of past contexts into the input at rare words"
     )

@@ -59,13 +59,13 @@ class Config:
                 f"--optimizer {name} with --zero-stage {stage}: it needs whole parameters, and ZeRO cuts them into "
                 f"flat parts; use --zero-stage {' or '.join(map(str, allowed))}"
             )
-        self._check_schedules()
         new_head, steps = self.training.new_head_iters or 0, self.training.train_iters
         if new_head and (self.checkpoint.load is None or new_head > steps):
             refuse(
                 f"--new-head-iters {new_head}: it needs the encoder of --load, and at most the steps of --train-iters "
                 f"{steps}: give 0 to a run from random weights"
             )
+        self._check_schedules()
         if self.parallel.cuda_graphs == "on" and self.graphs_fault is not None:
             refuse(
                 f"--cuda-graphs on with {self.graphs_fault}: no graph holds such layers; use --cuda-graphs auto or off"
@@ -109,12 +109,16 @@ class Config:
                 f"--objective-phases {self.objective.objective_phases} of --train-iters {steps} has no step: give a "
                 "larger END, or leave it out"
             )
+        steps, optimizer = self.schedule
         warmup, decay = optimizer.warmup_steps(steps), optimizer.lr_wsd_decay_iters or 0
         if optimizer.lr_warmup_iters is not None and warmup > steps:
-            refuse(f"--lr-warmup-iters {warmup} of --train-iters {steps}: the peak is never reached, so give fewer")
+            refuse(f"--lr-warmup-iters {warmup} of {steps} steps: the peak is never reached, so give fewer")
         end = optimizer.decay_steps(steps)
         if optimizer.lr_decay_iters is not None and warmup >= end:
-            refuse(f"--lr-decay-iters {end}: the warm-up alone has {warmup} steps, so give more than those")
+            refuse(
+                f"--lr-decay-iters {self.optimizer.lr_decay_iters}: the warm-up alone has {warmup} steps, so give more "
+                "than those"
+            )
         if decay and warmup + decay > end:
             limit = "train" if optimizer.lr_decay_iters is None else "lr-decay"
             refuse(
@@ -182,6 +186,14 @@ class Config:
         return phase_at(self.phases, steps - 1, steps)
 
     @property
+    def schedule(self) -> tuple[int, OptimizerConfig]:
+        """Steps of the learning rate's schedule, which begins after `--new-head-iters`, and its settings from there."""
+        before, optimizer = self.training.new_head_iters or 0, self.optimizer
+        if before and optimizer.lr_decay_iters is not None:
+            optimizer = dataclasses.replace(optimizer, lr_decay_iters=max(1, optimizer.lr_decay_iters - before))
+        return self.training.train_iters - before, optimizer
+
+    @property
     def mean_seq_length(self) -> float:
         """Mean row length over all steps of the run."""
         begins = [0.0, *(phase.share for phase in self.phases)]
@@ -217,9 +229,7 @@ class Config:
             raise UserError(f"the configuration is not an object with the sections {', '.join(concerns())}")
         _refuse_unknown("section", values, concerns())
         for concern, section in concerns().items():
-            given = values.get(concern, {})
-            if concern == "objective" and given.get("objective") == "electra":
-                given = {"generator_embeddings": "own", **given}  # as before the setting existed
+            given = dict(setting for setting in values.get(concern, {}).items() if setting not in FORMER)
             hints = hints_of(section)
             _refuse_unknown(f"{concern} setting", given, hints)
             unset = {field.name for field in dataclasses.fields(section) if field.default is None}
@@ -235,6 +245,10 @@ class Config:
 def concerns() -> dict[str, Any]:
     """Return name of each section of `Config` → its dataclass, in the order of `--help`."""
     return {f.name: f.default_factory for f in dataclasses.fields(Config)}
+
+
+FORMER = (("generator_embeddings", "shared"),)
+"""Settings that earlier versions stored with the one value that is left."""
 
 
 def _refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -80,11 +80,11 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     usual = settings.get("strip_accents") in (None, lower) and settings.get("tokenize_chinese_chars", True)
     if model.is_file():
         own = build_tokenizer("SentencePiece", tokenizer_model=model)
-        if not rules.is_file():
+        if not rules.is_file() and not (folder / "tokenizer_config.json").is_file():
             return own
-        if own.pieces == build_tokenizer("HuggingFace", tokenizer_model=folder).pieces:
+        if not rules.is_file() or own.pieces == build_tokenizer("HuggingFace", tokenizer_model=folder).pieces:
             return _reconciled(folder, own)
-    if vocab.is_file() and is_bert and usual and _added_pieces(folder) <= set(read_vocab(vocab)):
+    if vocab.is_file() and is_bert and usual and _agrees(folder, read_vocab(vocab)):
         own = build_tokenizer("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=vocab)
     elif rules.is_file():
         own = build_tokenizer("HuggingFace", tokenizer_model=folder)
@@ -167,17 +167,17 @@ def _reconciled(folder: Path, own: Tokenizer) -> Tokenizer:
     roles = ((getattr(theirs, f"{role}_token_id"), getattr(own, f"{role}_id")) for role in SPECIAL_PIECES)
     with reading(folder, "its tokenizer fails on a text in transformers: {error}; copy its files again"):
         their_ids = theirs(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    is_same = ids == their_ids and all(i in (None, j) for i, j in roles)
+    is_marked = special <= {own.pieces[i] for i in own.special_ids.tolist()}
+    is_same = is_marked and ids == their_ids and all(i in (None, j) for i, j in roles)
     return _with_rows(own, theirs) if is_same else _as_ours(folder, theirs)
 
 
-def _added_pieces(folder: Path) -> set[str]:
-    """Return the pieces that tokenizer.json, or added_tokens.json of an older layout, adds to the vocabulary."""
+def _agrees(folder: Path, pieces: Sequence[str]) -> bool:
+    """Return whether a vocab.txt has the pieces of tokenizer.json, or of added_tokens.json of an older layout."""
     rules, older = folder / HuggingFaceTokenizer.file_name, folder / "added_tokens.json"
-    added = set(read_object(older)) if older.is_file() else set()
     if rules.is_file():
-        added |= {token.content for token in _read_rules(rules).get_added_tokens_decoder().values()}
-    return added
+        return _read_rules(rules).get_vocab() == {piece: i for i, piece in enumerate(pieces)}
+    return not older.is_file() or set(read_object(older)) <= set(pieces)
 
 
 def _read_rules(rules: Path) -> RustTokenizer:

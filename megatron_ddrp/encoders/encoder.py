@@ -172,6 +172,11 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
             f"--load {folder}: its tokenizer writes rows with {tokenizer.rows.num_segments} segments, also around a "
             f"single text, and its model has {segments}: put the tokenizer of the model's training into the folder"
         )
+    if tokenizer.rows.single[0][0] != tokenizer.cls_id:
+        remarks.append(
+            f"warning: {folder}: its tokenizer begins no row with {tokenizer.pieces[tokenizer.cls_id]!r}: what reads "
+            "the first piece, as classifiers of BERT's kind and the pooling of [CLS] do, reads text"
+        )
     if found.config.model_type in PADDING_SENSITIVE:
         remarks.append(
             f"warning: {folder}: padding changes the states of a {found.config.model_type} model, so results depend on "

@@ -25,7 +25,7 @@ from megatron_ddrp.conversion.weight_files import read_weights, refuse_homeless
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError, allocations_as_user_errors, need_packages
-from megatron_ddrp.foreign import quiet_transformers, reading
+from megatron_ddrp.foreign import quiet_transformers, read_object, reading
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Draws, Inputs
 
@@ -297,6 +297,10 @@ def _read_config(folder: Path, model_type: str) -> Any:
             from transformers import AutoConfig
 
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            released = getattr(FAMILIES.get(config.model_type), "released", {})
+            values = read_object(folder / "config.json") if released else {}
+            if not released.keys().isdisjoint(values):  # names of sizes that transformers does not read
+                config = type(config)(**FAMILIES[config.model_type].complete(folder / "config.json", values))
     config.dtype = torch.float32  # otherwise models of a half-precision folder would be in half precision
     return config
 

@@ -242,9 +242,28 @@ def build_engine(model: Encoder, setup: Setup) -> Any:
             forget_offloaded(engine.optimizer)
         if not settings["bf16"].get("check_grad_overflow", True):
             optimizer.register_step_pre_hook(ZeroClipping(engine.optimizer, config.optimizer.clip_grad))
+    if config.training.fp16:
+        grow_scale_after_steps(engine.optimizer)
     if not OPTIMIZERS.has_own(config.optimizer.optimizer):
         check_moments(engine, chosen)
     return engine
+
+
+def grow_scale_after_steps(optimizer: Any) -> None:
+    """Let fp16's dynamic loss scale grow behind a step; DeepSpeed divides the gradients of the step by the grown scale.
+
+    At the smallest scale DeepSpeed would end the run, where `nonfinite.py` counts the step.
+    """
+    update, step = optimizer._update_scale, optimizer.step
+
+    def step_and_grow(*arguments: Any, **named: Any) -> None:
+        step(*arguments, **named)
+        if not optimizer.overflow:
+            update(False)
+
+    optimizer._update_scale = lambda overflow: update(True) if overflow else None
+    optimizer.step = step_and_grow
+    optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
 def release(engine: Any) -> None:

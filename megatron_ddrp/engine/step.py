@@ -169,10 +169,10 @@ def train_step(
 
 def rate_of_step(step: int, config: Config) -> float:
     """Return the learning rate of step 1, 2, … of a run; its schedule begins after `--new-head-iters`."""
-    of_head, total = config.training.new_head_iters or 0, config.training.train_iters
+    of_head = config.training.new_head_iters or 0
     if step <= of_head:
         return max(HEAD_LR, config.optimizer.lr)
-    return learning_rate(step - of_head, total - of_head, config.optimizer)
+    return learning_rate(step - of_head, *config.schedule)
 
 
 def rest_or_learn(engine: Any, step: int, head_steps: int) -> None:

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.model.embeddings import Embeddings, check_length
+from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer, start_at_offsets
-from megatron_ddrp.model.fused import Norm
 from megatron_ddrp.model.graphs import ModelGraphs
 from megatron_ddrp.model.heads import (
     DecodingStage,
@@ -40,7 +39,6 @@ from megatron_ddrp.model.stages import (
     ModelOutput,
     NoteInputs,
     State,
-    blend,
     layout_of,
     run_stage,
 )
@@ -271,8 +269,7 @@ class Electra(Discriminator):
     round to even) of the same head size, feed-forward blocks of 4 × its width, and its own relative position
     parameters. As in the original, the discriminator's token, segment and absolute position embeddings are summed,
     blended with notes and normalised by the discriminator's LayerNorm at the discriminator's width, then projected to
-    the generator's width. The output matrix is the same token embedding. Older checkpoints, whose LayerNorm is not
-    shared, have `FormerGeneratorEmbeddings`.
+    the generator's width. The output matrix is the same token embedding.
 
     Departure: f is 1/3 unless `--generator-size` is given. The original has 1/3 at base size only, and 1/4 in its small
     and large models. With 16 heads, f = 1/3 gives 5 heads, 320 dimensions instead of 256.
@@ -284,8 +281,8 @@ class Electra(Discriminator):
         super().__init__(config, objective, checkpoint_activations)
         self.head = ReplacedTokenHead(config, objective)
         small = generator_config(config, settings)
-        layout = GeneratorEmbeddings if settings.generator_embeddings == "shared" else FormerGeneratorEmbeddings
-        self.generator = Generator(small, layout(small, settings.notes_share, self.embeddings), objective)
+        embeddings = GeneratorEmbeddings(small, settings.notes_share, self.embeddings)
+        self.generator = Generator(small, embeddings, objective)
         self.initialise()
 
 
@@ -320,32 +317,6 @@ class GeneratorEmbeddings(Embeddings):
     def forward(self, inputs: Inputs) -> State:
         state = super().forward(inputs)
         return state._replace(heads=state.heads[:, :0])
-
-
-class FormerGeneratorEmbeddings(GeneratorEmbeddings):
-    """Embeddings of generators in older checkpoints, with absolute positions and LayerNorm of their own.
-
-    They share only token and segment embeddings with the discriminator. The sum of these two, and each note, is
-    projected first; positions, notes and LayerNorm then act at the generator's width.
-    """
-
-    def __init__(self, config: ModelConfig, notes_share: float, shared: Embeddings) -> None:
-        super().__init__(config, notes_share, shared)
-        if shared.absolute is not None:
-            self.absolute = nn.Embedding(config.seq_length, config.hidden_size)
-        self.norm = Norm(config.hidden_size, config)
-
-    def embed(self, inputs: Inputs) -> Tensor:
-        assert self.projection is not None
-        batch, notes = inputs.batch, inputs.notes
-        if self.longest is not None:
-            check_length(batch.input_ids.shape[1], self.longest)
-        hidden = self.projection(self.tokens(batch))
-        if self.absolute is not None:
-            hidden = hidden + self.absolute(batch.position_ids)
-        if notes is not None:
-            hidden = blend(hidden, notes.places, self.projection(notes.vectors.to(hidden.dtype)), self.notes_share)
-        return self.dropout(self.norm(hidden))
 
 
 class SamplingStage(nn.Module):

@@ -93,9 +93,9 @@ class SelfAttention(Projecting):
         """Return the requirements for a backend; `hidden` has the type and the device of the hidden states."""
         return Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim, self.window, layout.causal)
 
-    def reads_runs(self, layout: Layout) -> bool:
+    def reads_runs(self, hidden: Tensor, layout: Layout) -> bool:
         """Return whether `Layout.runs` is read, whose size differs between micro-batches."""
-        return reads_runs(self.backend, self.demand(self.query.weight, layout), self.encoding.in_logits, layout.full)
+        return reads_runs(self.backend, self.demand(hidden, layout), self.encoding.in_logits, layout.full)
 
     def forward(
         self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int

@@ -234,7 +234,7 @@ class LayerGraphs:
             return self.captured[shape].replay(state)
         if shape not in self.seen:  # the first pass compiles its kernels
             self.seen.add(shape)
-        elif self._make_room() and not any(layer.attention.reads_runs(layout) for layer in self.layers):
+        elif self._make_room() and not any(layer.attention.reads_runs(state.hidden, layout) for layer in self.layers):
             self.captured[shape] = Captured(*self._capture(state), last_use=self.passes)
             return self.captured[shape].replay(state)
         return self._run_plainly(state)

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.model.attention.logits import Attending
-from megatron_ddrp.model.bert import Encoder, FormerGeneratorEmbeddings
+from megatron_ddrp.model.bert import Encoder
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer, FeedForward, Projecting, SelfAttention
 from megatron_ddrp.model.fused import GeluLinear, Norm, normalise
@@ -465,5 +465,5 @@ def apply_sequence_parallel(model: nn.Module, ranks: Ranks) -> None:
     rows = SharedRows(ranks)
     specialise(model, SEQUENCE_PARALLEL, rows=rows)
     for module in model.modules():
-        if isinstance(module, Embeddings) and not isinstance(module, FormerGeneratorEmbeddings):
+        if isinstance(module, Embeddings):
             specialise(module, ((r"projection", LinearOfParts),), rows=rows)

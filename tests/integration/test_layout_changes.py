@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp import checkpoint
-from megatron_ddrp.checkpoint import StoredTensors, load_model, newest, read_state, write_state
+from megatron_ddrp.checkpoint import StoredTensors, newest, read_state, write_state
 from megatron_ddrp.checkpoint.weights import read_notes
-from megatron_ddrp.config import load_config
 from megatron_ddrp.errors import FAILURE
-from megatron_ddrp.model import build_model
 from megatron_ddrp.run.run_folder import sole_writer
 from tests.endurance.kills import kill_and_compare
 from tests.integration.conftest import Flags, Told, Train
@@ -356,29 +353,3 @@ def test_notes_act_lambda_0_is_plain_training_and_a_resumed_run_has_them_back(tr
     assert all(map(torch.equal, dictionary(tmp_path / "parts"), dictionary(noted)))
     error = refused("holds notes of", train, **COURSE | {"notes_min_count": 5}, save=noted, load=noted)  # other words
     assert error.exit_code == FAILURE and "--notes-min-count" in str(error)
-
-
-def test_an_older_electra_goes_on_in_its_own_layout(train: Train, flags: Flags, tmp_path: Path) -> None:
-    """No flag says it: state.json lacks a key. A run from it, stopped and resumed, is the run never stopped."""
-    electra = {**COURSE, "objective": "electra", "position_encoding": "absolute", "train_iters": 4}
-    train(**electra | {"train_iters": 10}, exit_interval=1, save=tmp_path / "now")
-    config = load_config(tmp_path / "now").replace(objective={"generator_embeddings": "own"})
-    torch.manual_seed(1)
-    model = build_model(config.model, objective=config.objective)
-    (tmp_path / "older").mkdir()
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    path = checkpoint.save_weights_only(weights, config, tmp_path / "older")
-    state = read_state(path)
-    del state["config"]["objective"]["generator_embeddings"]
-    write_state(path, state)
-    checkpoint.mark_latest(tmp_path / "older", path.name)
-    whole, part = {"load": tmp_path / "older", "save": tmp_path / "whole"}, tmp_path / "part"
-    train(**electra, **whole)
-    train(**electra, load=tmp_path / "older", save=part, exit_interval=2)
-    tensor = electra | TENSOR | {"sequence_parallel": True, "checkpoint_activations": True}
-    start_ranks(flags(**tensor, load=part, save=part), world_size=2).check()
-    rows, expected = training_rows(part), training_rows(tmp_path / "whole")
-    assert len(rows) == 4 and rows[:2] == expected[:2]
-    assert_near(rows, expected)
-    _, _, resumed = load_model(part)
-    assert resumed.objective.generator_embeddings == "own"

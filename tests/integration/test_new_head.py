@@ -95,10 +95,22 @@ def test_by_default_a_head_that_was_drawn_learns_first(
     starts = merge(load=[start, start], output=tmp_path / "starts")
     assert "steps 1 to 1 train the head alone" in told(train_iters=1, load=starts)
     new = {"save": tmp_path / "new", "load": tmp_path / "new"}
+    ten = {"train_iters": 10, "load": start}
+    wsd = {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 9, "lr_warmup_fraction": None, "lr_warmup_iters": 0}
     for words, more in (
         ("it needs the encoder of --load", {"new_head_iters": 1}),
         ("at most the steps of --train-iters 5", {"new_head_iters": 6, "load": start}),
         ("holds no encoder that could rest", {"new_head_iters": 1, **new}),
+        # The schedule begins after the head's steps, whose number is the command's own here.
+        (
+            "--lr-warmup-iters 9 of 8 steps: the peak is never reached",
+            {"lr_warmup_fraction": None, "lr_warmup_iters": 9} | ten,
+        ),
+        ("--lr-wsd-decay-iters 9 and 0 steps of warm-up are more than --train-iters 8", wsd | ten),
+        (
+            "--lr-decay-iters 4: the warm-up alone has 3 steps",
+            {"lr_warmup_fraction": None, "lr_warmup_iters": 3, "lr_decay_iters": 4} | ten,
+        ),
     ):
         wrong_arguments(words, train, **more)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.checkpoint import load_model, newest
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
@@ -27,6 +27,7 @@ from tests.integration.launch import start_ranks, steps_of, training_rows
 from tests.integration.test_faults import poisoned
 from tests.integration.test_layout_changes import tensors
 from tests.integration.training_runs import train_runs
+from tests.refusals import refused
 
 STEPS = 20
 
@@ -105,6 +106,26 @@ def test_fp16_survives_a_scale_far_too_high_and_resumes_with_it(fp16: None, trai
     assert rows[0]["grad_norm"] is None and rows[-1]["grad_norm"] > 0
     assert rows[-1]["lm_loss"] < rows[0]["lm_loss"] - 0.3
     assert_resumes_exactly(train, tmp_path / "resumed", 8, **run, train_iters=12)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_a_loss_scale_that_grows_halves_no_gradient(zero_stage: int, fp16: None, train: Train, tmp_path: Path) -> None:
+    """At rate 0 gradients do not depend on the scale, which doubles in two of the steps of one of the runs."""
+    kept = []
+    for window in (2, 1000):
+        scale = scaling(tmp_path / f"{window}.json", initial_scale_power=8, loss_scale_window=window)
+        run = {"fp16": True, "zero_stage": zero_stage, "lr": 0.0, "train_iters": 5, "clip_grad": 0.0}
+        rows = train(**run, deepspeed_config=scale, save=tmp_path / f"{window}").rows
+        moments = tensors(newest(tmp_path / f"{window}"))["exp_avg/layers.0.attention.query.weight"]
+        kept.append(([row["grad_norm"] for row in rows], moments))
+    assert kept[0][0] == pytest.approx(kept[1][0], rel=0.02)
+    torch.testing.assert_close(kept[0][1], kept[1][1], rtol=0.02, atol=1e-6)
+
+
+def test_an_overflow_at_the_smallest_loss_scale_counts_as_not_finite(fp16: None, train: Train, tmp_path: Path) -> None:
+    scale = scaling(tmp_path / "scale.json", initial_scale_power=1, hysteresis=1)
+    run = {"fp16": True, "deepspeed_config": scale, "objective": "mth", "tcd_weight": 1e9, "max_skipped_steps": 2}
+    refused("2 steps in a row .*resume from the last checkpoint", train, **run, train_iters=6, save=tmp_path / "run")
 
 
 @pytest.mark.parametrize(("position_encoding", "highest"), [("absolute", 3.2), ("ddrp", 4.3)])

@@ -73,7 +73,7 @@ def test_every_flag_has_help_and_every_section_a_title():
         for f in dataclasses.fields(section):
             assert f.name not in seen, f"{f.name} would be two flags"
             seen.add(f.name)
-            if f.name in ("vocab_size", "generator_embeddings", "decided_by_deepspeed_config"):
+            if f.name in ("vocab_size", "decided_by_deepspeed_config"):
                 continue  # come from the tokenizer, from older checkpoints, and from the command line's reading
             assert len(f.metadata.get("help", "")) > 10, f"{flag(f.name)} has no help"
             if "choices" in f.metadata:
@@ -90,14 +90,12 @@ def test_what_an_encoding_cannot_serve_is_refused_by_its_reason(monkeypatch):
 
 
 def test_settings_that_an_older_version_did_not_know_get_their_defaults():
-    """Only its generator had embeddings of its own."""
-    values = Config(objective=ObjectiveConfig(objective="electra")).to_dict()
-    assert Config.from_dict(values).objective.generator_embeddings == "shared"
-    del values["objective"]["generator_embeddings"]
-    assert Config.from_dict(values).objective.generator_embeddings == "own"
     values = Config().to_dict()
     del values["model"]["relative_table"], values["logging"], values["parallel"]["cuda_graphs"]
+    values["objective"]["generator_embeddings"] = "shared"  # the only layout that is left
     assert Config.from_dict(values) == Config() and Config().parallel.cuda_graphs == "auto"
+    values["objective"]["generator_embeddings"] = "own"
+    refused("unknown objective setting 'generator_embeddings': another version wrote it", Config.from_dict, values)
 
 
 REFUSED = [

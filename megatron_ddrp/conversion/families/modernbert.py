@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -446,10 +445,9 @@ class OwnFamily(Family):
         if "objective" not in values:
             return ObjectiveConfig(OBJECTIVES[_head(set(names))])
         try:
-            stored = Config.from_dict({"objective": values["objective"]}).objective
+            return Config.from_dict({"objective": values["objective"]}).objective
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-        return replace(stored, generator_embeddings="shared")  # a generator is drawn anew
 
     def our_name(self, name: str) -> str | None:
         if name == "head.bias":

@@ -46,7 +46,6 @@ from megatron_ddrp.data.progress import map_in_order, progress, track
 from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import (
     unknown_share,
-    warn_of_impossible,
     warn_of_unknown,
     warn_of_vocabulary,
 )
@@ -347,7 +346,7 @@ def estimate(config: PreprocessConfig) -> Estimate:
 
 
 def _warn_of_vocabulary(tokenizer: Tokenizer) -> None:
-    for warning in filter(None, [*warn_of_vocabulary(tokenizer), warn_of_impossible(tokenizer)]):
+    for warning in warn_of_vocabulary(tokenizer):
         print(warning, file=sys.stderr)
 
 

@@ -63,7 +63,7 @@ def warn_of_vocabulary(tokenizer: Tokenizer) -> list[str]:
     if others := [role for role in tokenizer.roles_of("unk") if role != "[UNK]"]:
         piece = tokenizer.pieces[tokenizer.unk_id]
         lines.append(f"{piece!r} is [UNK] and {' and '.join(others)}; the pieces spell all bytes, so no text gives it")
-    return lines
+    return [*lines, *filter(None, [warn_of_impossible(tokenizer)])]
 
 
 def warn_of_impossible(tokenizer: Tokenizer) -> str | None:
@@ -73,7 +73,8 @@ def warn_of_impossible(tokenizer: Tokenizer) -> str | None:
         return None
     return (
         f"warning: {impossible:,} of {tokenizer.vocab_size:,} pieces can never occur: they have capitals or accents, "
-        f"which {tokenizer.tokenizer_type} removes from text; did you mean BertWordPieceCase?"
+        f"which {tokenizer.tokenizer_type} removes from text; did you mean BertWordPieceCase, or, in a Hugging Face "
+        'folder, "do_lower_case": false in tokenizer_config.json?'
     )
 
 

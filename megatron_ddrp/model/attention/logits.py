@@ -10,7 +10,6 @@ Names: b = batch, h = heads, s = sequence, d = head size.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -122,9 +121,11 @@ def _band(padded: Tensor, num_relative: int) -> Tensor:
     return padded.as_strided((*leading, rows, num_relative), strides)
 
 
-@functools.lru_cache(maxsize=64)
 def _left_of_band(rows: int, num_relative: int, device: torch.device) -> Tensor:
-    """Mark the columns before each row's band, bool `[t, t + num_relative − 1]`."""
+    """Mark the columns before each row's band, bool `[t, t + num_relative − 1]`.
+
+    It is made anew each time: a CUDA graph would go on reading a mask that a cache has dropped.
+    """
     column = torch.arange(rows + num_relative - 1, device=device)
     return column < torch.arange(rows, device=device)[:, None]
 

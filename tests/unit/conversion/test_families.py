@@ -21,6 +21,7 @@ from megatron_ddrp.conversion.families.modernbert import FULL, LOCAL
 from megatron_ddrp.conversion.from_huggingface import import_folder, local_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.encoders.text_encoder import load_encoder
 from megatron_ddrp.model import count_parameters
 from tests.refusals import refused
 from tests.unit.conversion import conftest
@@ -105,6 +106,10 @@ def test_a_nomic_bert_as_it_was_released(tmp_path, offline):
     imported = import_folder(tmp_path / "hf", tmp_path / "start")
     assert imported.weights.left_out == [] and imported.config.layernorm_epsilon == 0.01
     assert max(compare(theirs, load_model(tmp_path / "start")[0], tokenizer.pad_id).all) < 1e-4
+    save_file(tensors, file)  # as the embedding models have them
+    whole, start = (load_encoder(tmp_path / name) for name in ("hf", "start"))
+    assert whole.max_length == start.max_length
+    assert abs(whole.pool(["a text", "another one"]) - start.pool(["a text", "another one"])).max() < 1e-4
 
 
 def test_a_eurobert_gets_a_new_head_and_keeps_it_beside_its_export(tmp_path, offline):

@@ -130,6 +130,34 @@ def test_an_exports_sentencepiece_model_is_preferred_if_it_is_the_same_and_damag
     refused("sentencepiece.bpe.model, from which .*save_pretrained", find_tokenizer, tmp_path)
 
 
+def test_special_pieces_of_a_vocab_txt_stay_special(tmp_path, offline):
+    """AraBERT and others mark links and names of users by pieces of their own."""
+    transformers = pytest.importorskip("transformers")
+    pieces = {piece: i for i, piece in enumerate([*BERT, "[URL]", "[USER]", "cats", "sing", "[", "]"])}
+    theirs = transformers.BertTokenizer(vocab=pieces)
+    theirs.add_special_tokens({"additional_special_tokens": ["[URL]", "[USER]"]})
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces))
+    change_json(tmp_path / "config.json", model_type="bert")
+    tokenizer = find_tokenizer(tmp_path)
+    assert {pieces["[URL]"], pieces["[USER]"]} <= {*tokenizer.special_ids.tolist()}
+    (tmp_path / "out").mkdir()
+    change_json(tmp_path / "out" / "config.json", model_type="bert")
+    write_tokenizer(tokenizer, tmp_path / "out", 24)
+    again, text = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), "[USER] sing [URL] cats"
+    assert again(text)["input_ids"] == theirs(text)["input_ids"]
+
+
+def test_a_vocab_txt_beside_another_tokenizer_json_is_not_read(tmp_path, offline):
+    """As where somebody put a tokenizer of their own into a copy of a BERT folder whose settings name no class."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.BertTokenizer(vocab={piece: i for i, piece in enumerate([*BERT, "Cats", "sing"])})
+    theirs.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in [*BERT, "cats", "sing", "red"]))
+    change_json(tmp_path / "config.json", model_type="bert")
+    assert find_tokenizer(tmp_path).pieces == [*BERT, "Cats", "sing"]
+
+
 READERS = (find_tokenizer, load_foreign)
 
 

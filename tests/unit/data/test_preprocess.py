@@ -111,7 +111,7 @@ def test_a_cased_vocabulary_under_a_lower_casing_type_is_doubted(folder, capsys)
     preprocess(config(folder, **flags))
     [warning] = capsys.readouterr().err.splitlines()
     assert warning.startswith("warning: 4 of 17 pieces can never occur")
-    assert warning.endswith("did you mean BertWordPieceCase?")
+    assert "did you mean BertWordPieceCase, or, in a Hugging Face folder" in warning
     preprocess(config(folder, tokenizer_type="BertWordPieceCase", **flags))
     assert "can never occur" not in capsys.readouterr().err
 

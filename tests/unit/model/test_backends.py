@@ -156,6 +156,21 @@ def attention_of_runs(query, key, value, begins, _, longest, __, *, window_size=
     return torch.cat(runs)
 
 
+def test_whether_runs_are_read_follows_the_hidden_states_also_where_weights_are_fp32(monkeypatch):
+    """At ZeRO 0 layers compute in bf16 with fp32 weights; a graph holds no runs, whose number differs."""
+    monkeypatch.setattr(backends, "is_nvidia", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    model = tiny_model(position_encoding="rope", attention_dropout=0.0, hidden_size=24).float()
+    attention, layout, hidden = (
+        model.layers[0].attention,
+        SimpleNamespace(causal=False, full=False),
+        torch.zeros(1, 8, 24),
+    )
+    attention.backend = "sdpa"
+    assert attention.query.weight.dtype == torch.float32
+    assert attention.reads_runs(hidden.bfloat16(), layout) and not attention.reads_runs(hidden, layout)
+
+
 @pytest.mark.parametrize("document_ids", [[[1] * 7, [1] * 4 + [0] * 3, [0] * 7], [[1, 1, 2, 2, 2, 3, 0]]], ids=len)
 @pytest.mark.parametrize("window, causal", [(None, False), (0, False), (2, False), (None, True), (2, True)])
 def test_varlen_attention_is_that_of_the_mask(document_ids, window, causal, monkeypatch):

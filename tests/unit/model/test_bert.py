@@ -45,7 +45,6 @@ OWN = {
 """Variants without a golden file → the names and shapes of the position parameters in a tiny model."""
 GENERATORS = {name: ObjectiveConfig(objective=name) for name in ("electra", "rtd")}
 """Golden file of a model with a generator → its objective."""
-GENERATORS["electra_former"] = ObjectiveConfig(objective="electra", generator_embeddings="own")
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *GENERATORS])

@@ -178,29 +178,10 @@ def test_the_base_models_sizes():
     generator = hidden * width + width + layers * layer(width, 1024) + (width * hidden + hidden) + 2 * hidden + vocab
     discriminator = 109_514_298 - vocab - 2 * hidden + hidden + 1  # no LayerNorm or vocabulary bias in the head
     assert (total, position) == (generator + discriminator, positions * hidden)
-    former = on_meta_device(model.config, replace(ELECTRA, generator_embeddings="own"))
-    assert count_parameters(former) == (total + positions * width + 2 * width, position + positions * width)
     inputs = (positions + segments) * hidden + 2 * hidden
     heads = (hidden * hidden + 3 * hidden + vocab) + (hidden * hidden + 3 * hidden + hidden + 1)
     total = 2 * vocab * hidden + 2 * inputs + 18 * layer(hidden, 3072) + heads
     assert count_parameters(on_meta_device(model.config, RTD)) == (total, 2 * positions * hidden)
-
-
-def test_the_former_layout_projects_first_and_normalises_at_the_generators_width():
-    former = replace(ELECTRA, generator_embeddings="own")
-    model = tiny_electra(objective=former, position_encoding="absolute")
-    embeddings, batch = model.generator.embeddings, tiny_batch()
-    summed = model.embeddings.token(batch.input_ids) + model.embeddings.segment(batch.segment_ids)
-    summed = embeddings.projection(summed) + embeddings.absolute.weight[batch.position_ids]
-    expected = torch.nn.functional.layer_norm(summed, (4,), embeddings.norm.weight, embeddings.norm.bias, 1e-12)
-    ours = embeddings.embed(Inputs.of(batch, no_draws(batch)))
-    torch.testing.assert_close(ours, expected)
-    lent = {"embeddings.absolute.weight", "embeddings.norm.weight", "embeddings.norm.bias"}
-    own = {f"generator.{name}" for name in lent}
-    assert own <= dict(model.named_parameters()).keys()
-    assert not own & dict(tiny_electra(position_encoding="absolute").named_parameters()).keys()
-    loss = named_sums(model, batch, with_keys(batch, some_draws(batch)))["lm_loss"]
-    assert learned_from(model, loss).keys() & (lent | own) == own
 
 
 def test_two_look_ups_are_the_table_they_stand_for():
