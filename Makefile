@@ -23,10 +23,8 @@ BIN   := .venv/bin
 STAMP := .venv/.ready-$(shell printf '%s' '$(TORCH)$(LOCK)' | cksum | cut -d ' ' -f 1)
 VERSIONS := $(if $(LOCK),--constraint requirements-lock.txt)
 # One thread each: tests start ranks of their own, and more threads only get in each other's way. Bytecode, also where the
-# caller wants none: tests start some hundred processes, each of which would compile the package anew. Files in memory,
-# where 8 GB of it are free: on a disk a fifth of the time is waiting for writes that power cuts must survive.
-MEMORY := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 8000000 { print "/dev/shm" }')
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(if $(MEMORY),PYTEST_DEBUG_TEMPROOT=$(MEMORY)) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# caller wants none: tests start some hundred processes, each of which would compile the package anew.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart lint docs test test-times check lock floors docker-steps endurance cluster ladder gpu-report
