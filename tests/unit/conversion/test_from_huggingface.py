@@ -396,7 +396,7 @@ def test_a_small_tokenizer_beside_a_large_vocabulary_is_warned_of(tmp_path, expo
         encoder = load_encoder(folder)
         told = [imported.warning, capsys.readouterr().err, encoder._encoder.origin, *(str(w.message) for w in recwarn)]
         line = f"{folder}: its tokenizer has 20 pieces but its model embeds 41: is it the tokenizer of"
-        assert [line in text for text in told] == ([True] * 4 if warned else [False] * 3)
+        assert [line in text for text in told[:3]] == [warned] * 3 and any(line in text for text in told[3:]) == warned
         assert len(encoder.fill_mask("red [MASK]", top_k=30)[0]) == 20
         config.vocab_size += 1
 
