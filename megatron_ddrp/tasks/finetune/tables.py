@@ -181,9 +181,8 @@ def unlike(encoders: dict[str, Cells], tasks: list[str]) -> list[str]:
             told = ", ".join(f"{name} read rows of up to {rows[name]['max_seq_length']} pieces" for name in shorter)
             found.append(f"{task}: {told}, {first} of up to {own['max_seq_length']}; the differences include this")
         left = [f"{encoders[name][task].left_out} of {name}" for name in rows if encoders[name][task].left_out]
-        found += [f"{task}: runs on other files, row lengths or row counts are left out: {', '.join(left)}"] * bool(
-            left
-        )
+        if left:
+            found.append(f"{task}: runs on other files, row lengths or row counts are left out: {', '.join(left)}")
     return found
 
 

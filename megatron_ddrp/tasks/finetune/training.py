@@ -376,8 +376,9 @@ def layer_depths(names: Iterable[str], encoder: str = "encoder.") -> dict[str, i
     def depth(name: str, match: re.Match[str] | None) -> int:
         if match:
             return int(match[1]) + 1
-        inside = name.startswith(encoder) and ".pooler." not in name
-        return top - (top - ("final_norm" in name) * (top - 1)) * inside
+        if not name.startswith(encoder) or ".pooler." in name:
+            return top
+        return top - 1 if "final_norm" in name else 0
 
     return {name: depth(name, match) for name, match in found.items()}
 
