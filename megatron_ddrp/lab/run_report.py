@@ -309,9 +309,9 @@ def _of_plateau(rows: MetricsRows, level: float | None) -> Iterator[tuple[str, s
 
 def training_seconds(rows: MetricsRows) -> float:
     """Return the time of all steps: each row's seconds per step times the steps since the row before."""
-    steps = [step for step, _ in series(rows, "step_time")]
-    counts = np.diff([_before(*steps[:2]), *steps])
-    return float(sum(count * seconds for count, (_, seconds) in zip(counts, series(rows, "step_time"), strict=True)))
+    times = np.array([*series(rows, "step_time")]).reshape(-1, 2)  # step and seconds [rows, 2]
+    counts = np.diff(times[:, 0], prepend=_before(*times[:2, 0]))
+    return float(counts @ times[:, 1])
 
 
 def _before(first: float = 0, *second: float) -> float:

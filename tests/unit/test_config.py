@@ -74,7 +74,7 @@ def test_every_flag_has_help_and_every_section_a_title():
             assert f.name not in seen, f"{f.name} would be two flags"
             seen.add(f.name)
             if f.name in ("vocab_size", "decided_by_deepspeed_config"):
-                continue  # come from the tokenizer, from older checkpoints, and from the command line's reading
+                continue  # come from the tokenizer, and from the command line's reading
             assert len(f.metadata.get("help", "")) > 10, f"{flag(f.name)} has no help"
             if "choices" in f.metadata:
                 assert f.default in (None, *f.metadata["choices"]), f.name

@@ -149,7 +149,7 @@ def test_special_pieces_of_a_vocab_txt_stay_special(tmp_path, offline):
 
 
 def test_a_vocab_txt_beside_another_tokenizer_json_is_not_read(tmp_path, offline):
-    """As where somebody put a tokenizer of their own into a copy of a BERT folder whose settings name no class."""
+    """Somebody has put a tokenizer of their own into a copy of a BERT folder whose settings name no class."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.BertTokenizer(vocab={piece: i for i, piece in enumerate([*BERT, "Cats", "sing"])})
     theirs.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -115,7 +115,7 @@ def test_classifier_separator_and_padding_may_share_a_piece_and_settings_name_th
 
 @pytest.mark.parametrize("around", ["", "<c> $A", "<c> $A <s>"])
 def test_a_decoders_tokenizer_needs_no_piece_but_a_mask(tmp_path, around):
-    """As in EuroBERT's folder: a beginning, an end that also pads, and a mask."""
+    """EuroBERT's folder names a beginning, an end that also pads, and a mask."""
     folder = write(tmp_path, byte_bpe(), {"bos": "<c>", "eos": "<s>", "pad": "<s>", "mask": "<m>"}, added=ADDED[:4])
     if around:
         backend = RustTokenizer.from_file(str(folder / "tokenizer.json"))

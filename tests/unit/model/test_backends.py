@@ -161,11 +161,8 @@ def test_whether_runs_are_read_follows_the_hidden_states_also_where_weights_are_
     monkeypatch.setattr(backends, "is_nvidia", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     model = tiny_model(position_encoding="rope", attention_dropout=0.0, hidden_size=24).float()
-    attention, layout, hidden = (
-        model.layers[0].attention,
-        SimpleNamespace(causal=False, full=False),
-        torch.zeros(1, 8, 24),
-    )
+    attention, hidden = model.layers[0].attention, torch.zeros(1, 8, 24)
+    layout = SimpleNamespace(causal=False, full=False)
     attention.backend = "sdpa"
     assert attention.query.weight.dtype == torch.float32
     assert attention.reads_runs(hidden.bfloat16(), layout) and not attention.reads_runs(hidden, layout)

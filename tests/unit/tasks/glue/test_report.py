@@ -67,7 +67,7 @@ def test_the_runs_that_count():
 
 
 def test_runs_under_other_conditions_than_most_are_left_out_and_counted():
-    """In any order of the folders: one quick run on fewer rows must not hide five on all."""
+    """One quick run on fewer rows must not hide five on all, in any order of the folders."""
     whole, quick = [row(score=0.9, seed=seed) for seed in range(5)], [row(score=0.6, max_train_examples=100)]
     for rows in (whole + quick, quick + whole):
         cells = best_cells(rows)["base"]["RTE"]
