@@ -44,10 +44,12 @@ def share_one_heap() -> None:
     """Let all threads allocate from one heap, before the first thread; without effect if malloc is not glibc's.
 
     Memory that the backward pass's thread freed in a heap of its own would serve no other thread, and a run on a CPU
-    would grow while its tensors change their sizes (measured in docs/lab/measurements.md).
+    would grow while its tensors change their sizes (measured in docs/lab/measurements.md). The variable tells this
+    process's `prepare_cpu`, and the processes that it starts.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+        os.environ["MALLOC_ARENA_MAX"] = "1"
 
 
 def run(name: str, program: str | None = None) -> NoReturn:

@@ -47,7 +47,7 @@ from megatron_ddrp.parallel.process_group import Ranks, agree, agree_on_long_wor
 from megatron_ddrp.run.callbacks import Callback, Callbacks, callbacks_of
 from megatron_ddrp.run.launch import StopRequests, is_launched
 from megatron_ddrp.run.log import MetricsLog
-from megatron_ddrp.run.loop import TrainingRun, bound_kernel_caches, keep_freed_memory
+from megatron_ddrp.run.loop import TrainingRun, prepare_cpu
 from megatron_ddrp.run.metrics import PlateauWatch
 from megatron_ddrp.run.run_folder import RunFolder, find_unshared, sole_writer
 
@@ -110,8 +110,7 @@ def prepare(config: Config, ranks: Ranks) -> tuple[Setup, list[Callback]]:
     if config.training.num_threads:
         torch.set_num_threads(config.training.num_threads)
     if ranks.device.type == "cpu":
-        keep_freed_memory()
-        bound_kernel_caches()
+        prepare_cpu()
     allow_tf32(config.training.tf32, ranks.device)
     check_device(config, ranks.device)
     save, load = config.checkpoint.folders

@@ -38,30 +38,34 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 VALIDATED = {"valid": "validation", "other": "other text"}
 """Split that validations read → its name on the terminal; the split's losses begin with its key."""
 
-NEVER = 2**31 - 1
-GROWTH = 64 * 2**20
-SMALL = 64 * 2**10
-"""Size in bytes from which on a tensor has its own mapping under `return_freed_memory`."""
+NEVER, GROWTH = 2**31 - 1, 64 * 2**20
+SMALL, LARGE = 64 * 2**10, 32 * 2**20
+"""Bytes from which on a tensor has a mapping of its own: under `return_freed_memory`, and with several heaps."""
 
 KEPT_KERNELS = 64
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables of oneDNN, and of ideep, by which torch calls it."""
 
 
-def keep_freed_memory() -> None:
+def prepare_cpu() -> None:
+    """Prepare this process for training on a CPU, before its first step; the environment may say otherwise."""
+    keep_freed_memory(several_heaps=os.environ.get("MALLOC_ARENA_MAX") != "1")
+    bound_kernel_caches()
+
+
+def keep_freed_memory(several_heaps: bool = False) -> None:
     """Stop returning freed memory to the system; without effect if malloc is not glibc's.
 
     A training step on a CPU frees and allocates the same large tensors repeatedly. glibc maps each of them anew, and
     every page of a new mapping costs a page fault and 4 KiB of zeros (measured in `docs/lab/benchmarks.md`). The
-    process's peak changes little; between peaks it keeps its memory.
+    process's peak changes little; between peaks it keeps its memory. With `several_heaps`, one for each thread, this
+    is so for tensors below 32 MiB only: a heap cannot use what another one keeps, and a run would grow without end.
     """
-    try:
+    with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(M_MMAP_MAX, 0)
-    mallopt(M_TRIM_THRESHOLD, NEVER)
-    mallopt(M_TOP_PAD, GROWTH)
+        mallopt(*(M_MMAP_THRESHOLD, LARGE) if several_heaps else (M_MMAP_MAX, 0))
+        mallopt(M_TRIM_THRESHOLD, NEVER)
+        mallopt(M_TOP_PAD, GROWTH)
 
 
 def bound_kernel_caches() -> None:

@@ -151,7 +151,7 @@ MEMORY = """
 from megatron_ddrp.__main__ import share_one_heap
 share_one_heap()
 import json, os, resource, sys, threading, torch
-from megatron_ddrp.run.loop import bound_kernel_caches, keep_freed_memory, peak_resident_bytes
+from megatron_ddrp.run.loop import bound_kernel_caches, keep_freed_memory, peak_resident_bytes, prepare_cpu
 from megatron_ddrp.run.loop import reset_peak_resident_bytes, return_freed_memory
 
 def faults():
@@ -186,6 +186,11 @@ def peak_of_two_threads():
     thread.join()
     return (peak_resident_bytes() - start) / 2**20
 
+def kept_of_freed():
+    start = reset_peak_resident_bytes()
+    torch.ones(100 * 2**18)
+    return (reset_peak_resident_bytes() - start) / 2**20
+
 for *before, number in json.loads(sys.argv[1]):
     if not os.fork():
         try:
@@ -206,6 +211,8 @@ def measured() -> dict[str, Any]:
         "faults": ["faults_of_rounds()"],
         "faults, kept": ["keep_freed_memory()", "faults_of_rounds()"],
         "two threads": ["keep_freed_memory()", "peak_of_two_threads()"],
+        "one heap": ["prepare_cpu()", "kept_of_freed()"],
+        "several heaps": ["del os.environ['MALLOC_ARENA_MAX']", "prepare_cpu()", "kept_of_freed()"],
         "growth": ["growth_over_shapes()"],
         "growth, bound": ["bound_kernel_caches()", "growth_over_shapes()"],
         "peaks": ["return_freed_memory()", "torch.ones(300 * 2**18)", f"list(map(peak_of, {sizes}))"],
@@ -227,6 +234,11 @@ def test_freed_tensors_are_taken_again_without_page_faults(measured):
 @on_linux
 def test_what_one_thread_freed_serves_another(measured):
     assert measured["two threads"] < 150
+
+
+@on_linux
+def test_large_freed_tensors_are_kept_by_one_heap_only(measured):
+    assert measured["one heap"] > 90 > 10 > measured["several heaps"]
 
 
 @on_linux

@@ -25,7 +25,7 @@ from megatron_ddrp.pages.markdown import percent
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, refuse_differences, sum_over_ranks
 from megatron_ddrp.run.launch import launched_world_size
-from megatron_ddrp.run.loop import bound_kernel_caches, keep_freed_memory
+from megatron_ddrp.run.loop import prepare_cpu
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import SweepOptions
 from megatron_ddrp.tasks.finetune.runs import (
@@ -70,8 +70,7 @@ class Sweep:
         else:
             if options.training.fp16:
                 raise UserError(f"--fp16 needs a GPU; {instead_of_fp16()}", exit_code=2)
-            keep_freed_memory()
-            bound_kernel_caches()
+            prepare_cpu()
         self.data = {name: _subset(task, options.search.max_train_examples) for name, task in data.items()}
         loaded = [
             replace(encoder, name=options.names.get(folder, encoder.name))
