@@ -10,12 +10,11 @@ import ctypes
 import importlib
 import os
 import sys
-from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_ddrp import __version__
 from megatron_ddrp.cli import ArgumentParser
-from megatron_ddrp.commands import COMMANDS, PROGRAM, Command
+from megatron_ddrp.commands import COMMANDS, PROGRAM
 from megatron_ddrp.errors import run_command
 from megatron_ddrp.run.launch import first_rank_speaks, run_rank
 
@@ -61,11 +60,7 @@ def run(name: str, program: str | None = None) -> NoReturn:
     share_one_heap()
     command = COMMANDS[name]
     sys.argv[0] = program or os.path.basename(sys.argv[0])
-    (run_rank if command.on_ranks else run_command)(lambda: _main_of(command)())
-
-
-def _main_of(command: Command) -> Callable[[], object]:
-    return importlib.import_module(command.module).main
+    (run_rank if command.on_ranks else run_command)(lambda: importlib.import_module(command.module).main())
 
 
 def main() -> NoReturn:
@@ -78,10 +73,7 @@ def _run_named() -> NoReturn:
     launchers = [word for word in words[:1] if word.startswith(LOCAL_RANK)]
     words = words[len(launchers) :]
     with first_rank_speaks():
-        parser = build_parser()
-        if words[:1] == ["ladder"]:
-            parser.error("ladder: this name is gone; the command is compare, with the same arguments")
-        name = parser.parse_args(words[:1]).command
+        name = build_parser().parse_args(words[:1]).command
     sys.argv[1:] = launchers * COMMANDS[name].on_ranks + words[1:]
     run(name, f"{PROGRAM} {name}")
 

@@ -175,7 +175,8 @@ def count_text(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[float
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         flags = flags_of(tokenizer, Path(folder))._asdict()
-        found = estimate(PreprocessConfig(options.input, f"{folder}/text", **flags))
+        found = estimate(PreprocessConfig(options.input, "text", **flags))
+    found.warn()
     if not found.by_key[0].tokens:
         raise UserError(f"--input {' '.join(options.input)}: no token in it: give files with text")
     tokens = options.tokens or found.factor * found.by_key[0].tokens

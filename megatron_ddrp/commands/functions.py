@@ -215,7 +215,7 @@ def report(**settings: Any) -> Path:
 def results_of(
     name: str, settings: Mapping[str, Any], page: str, rows: str, summary: str, words: Iterable[str] = ()
 ) -> Results:
-    """Run a command and return what it wrote; a file that it left out counts as empty, as after a dry run.
+    """Run a command and return what its folder has, also from an earlier run; a missing file counts as empty.
 
     Raises `UserError` on several ranks, where its runs would end their script.
     """
@@ -233,8 +233,8 @@ def results_of(
 
 
 def rows_in(path: Path) -> Rows:
-    """Return the rows of a file of JSON lines; none if there is no such file."""
-    return [parse_json(line) for line in path.read_bytes().splitlines() if line] if path.exists() else []
+    """Return the rows of a file of JSON lines, without half a line at its end; none if there is no such file."""
+    return [parse_json(line) for line in path.read_bytes().split(b"\n")[:-1] if line] if path.exists() else []
 
 
 def run_command(name: str, settings: Mapping[str, Any], words: Iterable[str] = ()) -> Any:

@@ -206,7 +206,7 @@ def training_command(prefix: str, tokens: int, documents: int) -> str:
     It names the tokenizer only where the manifest cannot; `FILE` is for a vocabulary that is not known or has moved.
     """
     flags = recorded_flags(prefix)
-    is_there = flags.path is not None and os.path.exists(flags.path)
-    words = [] if is_there else flags.with_path("FILE").words()
+    words = [] if flags.path and os.path.exists(flags.path) else flags.with_path("FILE").words()
     words += flag_words(recipe_for_text(tokens, documents).items())
+    words += ["--eval-interval", "0"] * (documents == 1)  # of which no part is left to validate on
     return shlex.join([PROGRAM, "pretrain", "--data-path", prefix, *words, "--save", "run", "--load", "run"])

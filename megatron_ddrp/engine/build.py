@@ -203,6 +203,7 @@ def build_engine(model: Encoder, setup: Setup) -> Any:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     import_muon()
     deepspeed.init_distributed()
+    deepspeed.utils.groups.mpu = None  # of an earlier engine of this process
     apply_tensor_parallel(model, ranks)
     if config.parallel.cuts_sequence:
         apply_sequence_parallel(model, ranks)

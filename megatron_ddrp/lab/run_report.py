@@ -86,7 +86,7 @@ MIXED_LOSS = replace(LOSS, label="masked-LM loss (ELECTRA: the generator's) [nat
 RTD_ACCURACY = Curve("RTD accuracy [%]", "rtd_accuracy", "valid_rtd_accuracy", 100)
 LEARNING = (
     Curve("masked-LM accuracy [%]", "lm_accuracy", "valid_lm_accuracy", 100),
-    Curve("TCD: mean cosine of tokens", "tcd_loss", "token_similarity"),
+    Curve("TCD's loss, f(S) in validation", "tcd_loss", "token_similarity"),
     Curve("HCD: mean cosine of heads", "hcd_loss", "head_similarity", is_noisy=True),
     Curve("RTD loss [nats]", "rtd_loss", "valid_rtd_loss"),
     RTD_ACCURACY,

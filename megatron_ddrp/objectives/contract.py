@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -253,7 +253,6 @@ class CausalLM(Objective):
         return {"clm_loss": end.head.lm_sum(logits, labels), "clm_correct": (end.head.best(logits) == labels).sum()}
 
 
-@cache
 def make_objective(config: ObjectiveConfig) -> Objective:
     """Return the objective that the settings name. Raise `UserError` if its class contradicts itself."""
     objective = objective_class(config.objective)(config)
@@ -268,8 +267,7 @@ def make_objective(config: ObjectiveConfig) -> Objective:
                 f"--objective {config.objective}: {names.count(name)} of its terms and rates are named {name!r}: "
                 "rename one, or give the existing term another weight"
             )
-    twice = set(objective.sum_names) & set(objective.counts)
-    if twice:
+    if twice := set(objective.sum_names) & set(objective.counts):
         refuse(f"--objective {config.objective}: {', '.join(sorted(twice))} is a sum and a count: rename one")
     return objective
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import re
 import socket
@@ -211,11 +212,15 @@ def _own_group(members: Tensor, rank: int, timeout: datetime.timedelta, backend:
     """
     if members.numel() == 1:
         return None
-    own = None
-    for row in members.tolist():
-        group = dist.new_group(row, timeout=timeout, backend=backend)
-        own = group if rank in row else own
-    return own
+    rows = [tuple(row) for row in members.tolist()]
+    groups = {row: _group(dist.group.WORLD, row, timeout, backend) for row in rows}
+    return next(groups[row] for row in rows if rank in row)
+
+
+@functools.cache
+def _group(world: Any, members: tuple[int, ...], timeout: datetime.timedelta, backend: str | None) -> Any:
+    """Return the group of some ranks of a world; all runs of a process share it."""
+    return dist.new_group(list(members), timeout=timeout, backend=backend)
 
 
 @contextlib.contextmanager

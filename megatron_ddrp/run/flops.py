@@ -36,6 +36,7 @@ from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
+from megatron_ddrp.model.positions.contract import PositionEncoding
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import gather_objects
 from megatron_ddrp.run.devices import SHARE, Device, device_named
@@ -143,23 +144,20 @@ def _useful_rows(model: ModelConfig, length: int, layer: int) -> tuple[int, int]
     """Return the rows of T^q and of T^k that rows of `length` tokens can use in a layer; 0 without such a table."""
     window = model.window(layer)
     offsets = 2 * (length if window is None else min(length, window + 1)) - 1
-    of_queries, of_keys = _table_rows(model, length)
+    of_queries, of_keys = _table_rows(model.encoding, model, length)
     return min(of_queries, offsets), min(of_keys, offsets)
 
 
 @cache
-def _table_rows(model: ModelConfig, length: int) -> tuple[int, int]:
+def _table_rows(encoding: type[PositionEncoding], model: ModelConfig, length: int) -> tuple[int, int]:
     """Return the number of rows of the encoding's T^q and T^k for rows of `length` tokens, 0 for a missing table."""
-    encoding = model.encoding
     row = torch.zeros(1, length, dtype=torch.long)
     with torch.device("meta"):
         maps = [nn.Linear(model.hidden_size, model.hidden_size) for _ in range(2)]
         tensors = encoding.layer_part(model).of_layer(encoding(model)(row), *maps)
     terms = encoding.terms(model, tensors)
-    rows_of_queries, rows_of_keys = (
-        0 if table is None else table.shape[1] for table in (terms.query_table, terms.key_table)
-    )
-    return rows_of_queries, rows_of_keys
+    queries, keys = terms.query_table, terms.key_table
+    return (0 if queries is None else queries.shape[1]), (0 if keys is None else keys.shape[1])
 
 
 def peak_of_run(setup: Setup) -> float | None:

@@ -288,7 +288,7 @@ class TrainingRun:
         except UserError as error:
             line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
             if must:
-                raise shared_error(f"{line}; start the same command again to resume from there") from error
+                raise shared_error(f"{line}; then start the same command again") from error
             self.log.say(f"{line}; training continues")
             return since
         self.log.say(f"saved {saved}")

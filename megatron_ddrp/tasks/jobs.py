@@ -120,7 +120,7 @@ class Store:
 
     def refresh(self) -> None:
         """Read new lines of the file. Raises `UserError` for anything but a file or a free path."""
-        with refusals_as_user_errors(self.path, "give a path to a file"):
+        with refusals_as_user_errors(self.path, "give a folder that can hold it"):
             try:
                 mode = self.path.stat().st_mode
             except FileNotFoundError:

@@ -225,13 +225,13 @@ def test_the_main_job_runs_from_the_wheel(
 def test_help_of_every_command_imports_nothing_heavy() -> None:
     """`--help` takes as long as its imports do: a tenth of a second without these packages, seconds with them."""
     program = (
-        "import contextlib, io, sys\n"
-        "from megatron_ddrp.__main__ import COMMANDS, _main_of, build_parser\n"
+        "import contextlib, importlib, io, sys\n"
+        "from megatron_ddrp.__main__ import COMMANDS, build_parser\n"
         "for name, command in COMMANDS.items():\n"
         "    sys.argv = [f'megatron-ddrp {name}', '--help']\n"
         "    shown = io.StringIO()\n"
         "    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):\n"
-        "        _main_of(command)()\n"
+        "        importlib.import_module(command.module).main()\n"
         "    assert shown.getvalue().startswith('usage: megatron-ddrp'), name\n"
         f"print([name for name in {HEAVY} if name in sys.modules])\n"
     )
@@ -259,13 +259,15 @@ PLAIN = str.maketrans('",', "  ")
 """Map of characters that CSV would need quoted."""
 
 ON_RANKS = """
-import json, sys
+import json, os, sys
 from megatron_ddrp import pretrain
 
 settings = json.loads(sys.argv[1])
-first = pretrain(**settings, exit_interval=2)
+first = pretrain(**settings, exit_interval=2, tensor_model_parallel_size=2)
 second = pretrain(**settings)
-print(f"{first.iteration} {second.iteration} {len(second.rows)}.")
+files = len(os.listdir("/proc/self/fd"))
+pretrain(**settings | {"train_iters": 5})
+print(f"{first.iteration} {second.iteration} {len(second.rows)} {len(os.listdir('/proc/self/fd')) <= files}.")
 """
 
 
@@ -292,14 +294,16 @@ def test_the_first_program_of_the_page_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_a_launcher_train_twice_and_the_second_run_resumes(tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_train_thrice_in_two_layouts_and_keep_no_more_files(
+    tiny_corpus: TinyCorpus, tmp_path: Path
+) -> None:
     data = {"data_path": str(tiny_corpus.prefix), "vocab_file": str(tiny_corpus.vocab_file), "save_interval": 2}
     run = str(tmp_path / "run")
     settings = TINY | data | {"train_iters": 4, "zero_stage": 1, "save": run, "load": run}
     (tmp_path / "program.py").write_text(ON_RANKS, encoding="utf-8")
     printed = start_ranks([json.dumps(settings)], 2, program=str(tmp_path / "program.py")).check().stdout
-    assert [text.splitlines()[-1] for text in printed] == ["2 4 2.", "2 4 0."]
-    assert [row["iteration"] for row in read_rows(tmp_path / "run")] == [1, 2, 3, 4]
+    assert [text.splitlines()[-1] for text in printed] == ["2 4 2 True.", "2 4 0 True."]
+    assert [row["iteration"] for row in read_rows(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
 NOTEBOOK = ROOT / "examples" / "first_encoder.ipynb"

@@ -148,7 +148,7 @@ def test_a_comparison_of_rows_returns_the_newest_row_of_each_run(tmp_path, monke
     monkeypatch.setattr(f"{COMMANDS['compare'].module}.main", lambda words: 0)
     older, newer = tmp_path / "older.jsonl", tmp_path / "newer.jsonl"
     older.write_text('{"run": "a", "loss": 1}\n{"run": "a", "loss": 2}\n{"run": "b", "loss": 3}\n')
-    newer.write_text('{"run": "b", "loss": 4}\n')
+    newer.write_text('{"run": "b", "loss": 4}\n{"run": "b", "lo')  # somebody writes a row, or was killed
     rows = functions.compare([older, newer], output_dir=tmp_path / "page").rows
     assert rows == [{"run": "a", "loss": 2}, {"run": "b", "loss": 4}]
 

@@ -234,6 +234,8 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 def model_type(path: Path, values: Mapping[str, Any]) -> str:
     """Return `model_type` of a config.json. Raise `UserError` if it is missing, or not the name of a family."""
     kind: Any = values.get("model_type")
+    if kind is None and "checkpoint" in values:
+        raise UserError(f"{path.parent}: a run; export it first: convert --load {path.parent} --output EXPORT")
     if misfit(kind, Name):
         found = f"is {show(kind)}" if "model_type" in values else "is missing"
         raise UserError(f"{path}: model_type {found}, expected the name of the model's family, such as bert")

@@ -145,14 +145,15 @@ def read_vocab(path: AnyPath) -> list[str]:
     a piece twice (one of the two could never occur).
     """
     data, name = read_bytes(path), os.fspath(path)
-    if not data:
-        raise UserError(f"{name}: empty; expected a vocab.txt with one piece per line")
+    expected = "expected a vocab.txt with one piece per line; others need --tokenizer-type and --tokenizer-model"
+    if not data or (data.startswith(b"{") and data.rstrip().endswith(b"}")):
+        raise UserError(f"{name}: {'JSON' if data else 'empty'}; {expected}")
     refuse_wide(data, name)
     try:
         lines = data.removeprefix(codecs.BOM_UTF8).decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{name}:{line}: not UTF-8; expected a vocab.txt with one piece per line") from None
+        raise UserError(f"{name}:{line}: not UTF-8; {expected}") from None
     lines_of: dict[str, int] = {}
     # A line of blanks is a piece that no text gives, so it keeps its place.
     for number, piece in enumerate((line.strip() or line.removesuffix("\r") for line in lines), 1):

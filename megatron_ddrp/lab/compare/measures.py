@@ -10,7 +10,6 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,9 +129,8 @@ def _minimal_pairs(plan: ComparisonPlan, runs: list[PlannedRun], folder: Path) -
     return found
 
 
-@lru_cache(maxsize=1)
 def _pair_facts(folder: str, max_pairs: int | None) -> tuple[list[list[str]], float]:
-    """Return what identifies each paradigm of a folder, and the number of pairs; all plans of a file share them."""
+    """Return what identifies each paradigm of a folder, and the number of pairs."""
     paradigms = read_pairs(Path(folder), max_pairs)
     return [[paradigm.uid, paradigm.digest] for paradigm in paradigms], float(sum(map(len, paradigms)))
 

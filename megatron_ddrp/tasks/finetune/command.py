@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, Subcommand, given_options, parse_subcommand
 from megatron_ddrp.config.reading import COUNT, option, refuse
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.run.launch import first_rank_speaks
 from megatron_ddrp.tasks.finetune.options import (
     Search,
@@ -189,7 +189,8 @@ def use_kept(options: argparse.Namespace) -> int:
     given = device_of(0), (options.text_column, options.text_pair_column)
     if options.command == "evaluate":
         print(evaluate_file(options.load, options.input, *given, options.groups))
+    elif options.output.exists():
+        raise UserError(f"--output {options.output}: exists already; give another name, or remove it", WRONG_ARGUMENTS)
     else:
-        count = predict_file(options.load, options.input, options.output, *given)
-        print(f"{count:,} rows written to {options.output}")
+        print(f"{predict_file(options.load, options.input, options.output, *given):,} rows written to {options.output}")
     return 0

@@ -517,10 +517,7 @@ def predict_file(
     if told := cut_warning(cut, count, model.max_length):
         print(f"{source}: {told}", file=sys.stderr)
     if lacking:
-        print(
-            f"{output}: rows without a prediction, because the model's outputs are not finite: {lacking:,}",
-            file=sys.stderr,
-        )
+        print(f"{output}: rows without a prediction, since outputs are not finite: {lacking:,}", file=sys.stderr)
     if writer.changed:
         print(f"{output}: cells whose tabs and line breaks became blanks: {writer.changed:,}", file=sys.stderr)
     return count

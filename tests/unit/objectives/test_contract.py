@@ -15,8 +15,10 @@ from megatron_ddrp.data.batches.word_counts import RareWords
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.heads import gumbel_argmax, replace_tokens, rtd_sums, rtd_targets
 from megatron_ddrp.model.stages import blend, window_means
+from megatron_ddrp.objectives import contract
 from megatron_ddrp.objectives.contract import losses_of, make_objective, sample_heads, sample_keys, sample_tokens
 from megatron_ddrp.objectives.electra import NoteDictionary, window_places
+from megatron_ddrp.objectives.masked import MaskedLM
 from tests.reference import objectives as loops
 from tests.reference.objectives import replaced_token_detection
 from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config, with_keys
@@ -160,6 +162,13 @@ def test_noise_belongs_to_the_key_and_the_piece_not_to_the_row_or_the_chunk():
     scores, sampled = gumbel_argmax(torch.where(torch.arange(12) < 10, logits, float("-inf")), keys_of(1000))
     assert not scores.requires_grad and scores.isfinite().all()
     assert set(sampled.tolist()) == set(range(10)), "a piece of the padding"
+
+
+def test_an_objective_is_of_the_class_that_its_name_has_now(monkeypatch):
+    """A plug-in may change between two runs of a process."""
+    for own in (MaskedLM, contract.CausalLM):
+        monkeypatch.setattr(contract, "objective_class", {"mlm": own}.get)
+        assert type(make_objective(ObjectiveConfig(objective="mlm"))) is own
 
 
 def test_rtd_follows_the_loops():

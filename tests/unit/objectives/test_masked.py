@@ -68,7 +68,7 @@ def test_two_terms_or_rates_of_one_name_are_refused(as_rate, monkeypatch):
 
     monkeypatch.setattr(contract, "objective_class", lambda name: Twice)
     line = "^--objective mlm: 2 of its terms and rates are named 'lm_loss': rename one, or"
-    refused(line, contract.make_objective.__wrapped__, ObjectiveConfig(objective="mlm"))
+    refused(line, contract.make_objective, ObjectiveConfig(objective="mlm"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -26,10 +26,10 @@ class Regression(SequenceKind):
     predicts_numbers = True
 
     def is_likely(self, columns: Sequence[str], cells: Callable[[], Sequence[Any]]) -> bool:
-        """Return whether all labels are numbers and some have a decimal point."""
-        found = [self._as_number(cell) for cell in cells()]
-        points = (isinstance(cell, float) or (isinstance(cell, str) and "." in cell) for cell in cells())
-        return None not in found and any(points)
+        """Return whether all labels that are there are numbers and some have a decimal point."""
+        there = [cell for cell in cells() if str(cell).strip().lower() not in ("", "na", "null", "none")]
+        points = (isinstance(cell, float) or (isinstance(cell, str) and "." in cell) for cell in there)
+        return None not in map(self._as_number, there) and any(points)
 
     def label_names(self, cell: Any) -> Sequence[str]:
         """Return nothing, because numbers have no names. Raises ValueError for a cell without a number."""
@@ -49,7 +49,7 @@ class Regression(SequenceKind):
     def _number(self, cell: Any) -> float:
         number = self._as_number(cell)
         if number is None or not math.isfinite(number):
-            raise ValueError(f"label is {cell!r}, expected a number such as 1.5, with a decimal point")
+            raise ValueError(f"label is {cell!r}, expected a number such as 1.5; mend or remove the row")
         if abs(number) > LARGEST_LABEL:
             raise ValueError(f"label is {cell!r}, expected at most {LARGEST_LABEL:g} in size; use another unit")
         return number

@@ -233,7 +233,8 @@ def class_number(name: str, task: Task) -> int:
     """Return the class number of a label. Raises ValueError if the task does not have the label."""
     if name not in task.labels:
         known = ", ".join(task.labels[:20]) + (", …" if len(task.labels) > 20 else "")
-        raise ValueError(f"label {name!r} is in no row of the training file; it has {known}")
+        numbers = "; for numbers give --kind regression" * all(label.lstrip("-").isdigit() for label in task.labels)
+        raise ValueError(f"label {name!r} is in no row of the training file; it has {known}{numbers}")
     return task.labels.index(name)
 
 

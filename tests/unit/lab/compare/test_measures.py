@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from megatron_ddrp.lab.compare import measures
 from megatron_ddrp.lab.compare.command import parse_arguments
 from megatron_ddrp.lab.compare.measures import make_row
 from megatron_ddrp.lab.compare.page import Page, by_phenomenon
@@ -137,6 +138,15 @@ def test_every_measure_has_its_gain_both_intervals_tables_and_figures_and_anothe
     assert gain.text == "BERT (MLM) over BERT (MTH)" and gain.seeds.mean == pytest.approx(-0.1)
     found = by_phenomenon([run for run in runs if run.arm.objective == "mlm"])  # means over the seeds
     assert found == pytest.approx({"all": 0.51, "morphology": 0.51, "syntax": 0.51}, abs=0.01)
+
+
+def test_changed_pairs_are_other_pairs(tmp_path):
+    pair = json.dumps({"sentence_good": "A cat sleeps.", "sentence_bad": "A cat sleep."}) + "\n"
+    found = []
+    for number in (1, 2):
+        (tmp_path / "pairs.jsonl").write_text(pair * number)
+        found.append(measures._pair_facts(str(tmp_path), None))
+    assert [number for _, number in found] == [1, 2] and found[0][0] != found[1][0]
 
 
 def test_missing_predictions_leave_the_interval_over_items_out(work):

@@ -353,9 +353,6 @@ def test_words_that_exclude_each_other_and_the_name_of_earlier_versions_are_refu
         with pytest.raises((SystemExit, UserError)) as caught:
             main([*words.split(), "--output-dir", str(tmp_path / "out")])
         assert message in str(caught.value) + capfd.readouterr().err, words
-    ended = run_tool(__main__, "ladder", "rows.jsonl", "--output-dir", "out")
-    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
-    assert "ladder: this name is gone; the command is compare" in ended.stderr
 
 
 def glue_rows(scores_of, seeds=2):

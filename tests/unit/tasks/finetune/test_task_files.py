@@ -68,7 +68,8 @@ WHOLE = [str(number % 5) for number in range(1000)]
 BAD_LABELS = [
     (["A|B", '[""A"", ""B""]'], "multi-label", """, line 3: label is '["A", "B"]', expected labels with | between"""),
     (["1,5", "2,5"], None, ": labels look like numbers with a decimal comma, such as 1,5; write 1.5, or name the kind"),
-    (["1,5"], "regression", ", line 2: label is '1,5', expected a number such as 1.5, with a decimal point"),
+    (["1,5"], "regression", ", line 2: label is '1,5', expected a number such as 1.5; mend or remove the row"),
+    *((["1.5", each], None, f", line 3: label is {each!r}, expected a number such as 1.5; mend") for each in ("NA", "")),
     (["1.5", "1e39"], "regression", ", line 3: label is '1e39', expected at most 3.40282e+38 in size; use another"),
     ([*WHOLE, "2.5"], None, ": labels look like whole numbers in the first rows and like 2.5 in later ones; name the"),
     *(([[1], each], None, f", line 2: label is {each}, a vector of 0 and 1; write a list of the") for each in VECTORS),
@@ -450,7 +451,7 @@ def test_rows_without_a_prediction_are_counted(write, monkeypatch, capsys):
         assert capsys.readouterr().err == ""
         monkeypatch.setitem(ANSWERS, kind, (ANSWERS[kind][0], answer))
         path = write(rows, ".jsonl", kind)
-        told = f"{path}: rows without a prediction, because the model's outputs are not finite: 3\n"
+        told = f"{path}: rows without a prediction, since outputs are not finite: 3\n"
         assert capsys.readouterr().err == told
 
 
