@@ -119,8 +119,6 @@ def bert_layer(
     queries: `[S, D]`, the states that ask and that the residual carries on; keys and values stay those of `hidden`.
         Left out: `hidden` itself, which is self-attention.
     """
-    if layernorm_position not in ("post", "pre"):
-        raise ValueError(f"layernorm_position={layernorm_position!r}: expected 'post' or 'pre'")
 
     def project(name: str, x: Tensor) -> Tensor:
         return linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))

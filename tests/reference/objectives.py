@@ -2,9 +2,7 @@
 
 Everything is torch.float64 and differentiable, but for masking, which is lists of numbers.
 
-The masked-LM loss and the reduction over the global batch (MLM in eq. 19). For a predicted token with logits z and
-label y:  loss = log(sum_v exp(z_v)) - z_y. MLM over a batch = sum over the predicted tokens of the global batch ÷ their
-global count, however they were split into micro-batches or ranks; never a mean of means.
+The masked-LM loss (MLM in eq. 19). For a predicted token with logits z and label y:  log(sum_v exp(z_v)) - z_y.
 
 The MTH regularisers ("Better Pre-Training by Reducing Representation Confusion", eq. 17-18):
 
@@ -13,9 +11,9 @@ Eq. 18: L_HCD = 2 / (L m'(m'-1))  sum_l sum_{i<j} cos(a^l_i, a^l_j)   over m' sa
 
 "Attention weights" a are the pre-softmax logits (the paper's footnote): scaled, with their position terms, before the
 padding mask; a head flattened is the vector of its valid×valid entries. With all tokens and heads taken these are
-eq. 15 and 16. Over a batch: the sum over sequences with at least 2 valid tokens ÷ their count. Valid = not padding;
-specials are valid. For a packed row, `valid` marks the sequence in question, so that each packed one counts as its own.
-Samples are given, not drawn. A zero vector has no cosine: the twins then return nan.
+eq. 15 and 16. Valid = not padding; specials are valid. For a packed row, `valid` marks the sequence in question, so
+that each packed one counts as its own. Samples are given, not drawn. A zero vector has no cosine: the twins then return
+nan.
 
 ELECTRA's replaced-token detection and generator's input (Clark et al., arXiv:2003.10555). The generator's input, as in
 the authors' code: word + segment + absolute position embedding of the discriminator, where it has the last; its
@@ -70,12 +68,6 @@ def masked_lm(logits: Tensor, labels: Tensor) -> Tensor:
     return sum((log_sum_exp(row) - row[label] for row, label in pairs if label != IGNORED_LABEL), ZERO)
 
 
-def global_mean(sums: list[Tensor], counts: list[int]) -> Tensor:
-    """Sum of the per-sequence (or micro-batch, or rank) sums ÷ sum of their counts; 0 where nothing was counted."""
-    assert len(sums) == len(counts)
-    return sum(sums, ZERO) / max(sum(counts), 1)
-
-
 def cosine(left: Tensor, right: Tensor) -> Tensor:
     """left · right / (|left| |right|), both `[n]`; a scalar."""
     return dot(left, right) / (torch.sqrt(dot(left, left)) * torch.sqrt(dot(right, right)))
@@ -118,33 +110,6 @@ def hcd(
     layers = zip(scores_per_layer, heads_per_layer, windows, strict=True)
     flat = [[flatten_head(scores[head], valid, window) for head in heads] for scores, heads, window in layers]
     return sum(mean_pairwise_cosine(vectors) for vectors in flat) / len(flat)
-
-
-def mean_over_sequences(losses: list[Tensor]) -> Tensor:
-    """The mean of the losses of the sequences that count; 0 where none does."""
-    return sum(losses, ZERO) / max(len(losses), 1)
-
-
-def tcd_batch(hidden: list[Tensor], tokens: list[list[int]], valid: list[list[bool]]) -> Tensor:
-    """TCD of a batch: the mean over its sequences with at least 2 valid tokens.
-
-    One item a sequence: hidden `[S, D]`, its sampled tokens (all of them valid), its S validity flags.
-    """
-    sequences = list(zip(hidden, tokens, valid, strict=True))
-    assert all(flags[token] for _, sample, flags in sequences for token in sample), "a padded token was sampled"
-    return mean_over_sequences([tcd(states, sample) for states, sample, flags in sequences if sum(flags) >= 2])
-
-
-def hcd_batch(
-    scores_per_layer: list[list[Tensor]], heads_per_layer: list[list[int]], valid: list[list[bool]]
-) -> Tensor:
-    """HCD of a batch: the mean over layers and over its sequences with at least 2 valid tokens.
-
-    scores_per_layer: for each sequence its L logits `[heads, S, S]`. heads_per_layer: the step's sample, the same for
-    all sequences. valid: S flags a sequence.
-    """
-    sequences = zip(scores_per_layer, valid, strict=True)
-    return mean_over_sequences([hcd(scores, heads_per_layer, flags) for scores, flags in sequences if sum(flags) >= 2])
 
 
 def generator_input(

@@ -21,29 +21,21 @@ from megatron_ddrp.model import build_model
 from megatron_ddrp.run import run_folder
 from megatron_ddrp.run.run_folder import LOCK, RunFolder
 from tests.refusals import refused
+from tests.unit.tasks.conftest import write_step
 
-STEPS = (2, 4, 6)
-FILE = "weights-00-of-01.safetensors"
+FILE = checkpoint.WEIGHTS
 SIZES = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16, "relative_distance": 4}
-LAYOUT = {"ranks": 1, "tensor": 1, "pipeline": 1, "zero_stage": 1, "precision": "fp32"}
 
 
 @pytest.fixture(scope="module")
 def whole_run(tiny_corpus, tmp_path_factory):
-    """A `--save` folder with three checkpoints of random weights and with sums, as training writes them."""
+    """A `--save` folder with three checkpoints of random weights and with sums."""
     folder = tmp_path_factory.mktemp("whole")
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
     config = Config().replace(model={**SIZES, "vocab_size": tokenizer.vocab_size})
-    for step in STEPS:
-        path = folder / checkpoint.tag(step)
-        path.mkdir()
+    for step in (2, 4, 6):
         torch.manual_seed(step)
-        weights = dict(build_model(config.model, objective=config.objective).named_parameters())
-        facts = write_tensors(path / FILE, {n: Form.of(w) for n, w in weights.items()}, weights.items())
-        counts = {"iteration": step, "consumed_samples": 8 * step, "consumed_tokens": 99 * step, "optimizer_step": step}
-        more = {"loss_scaler": None, "layout": LAYOUT, "files": {FILE: facts}, "config": config.to_dict()}
-        write_state(path, counts | more)
-    checkpoint.mark_latest(folder, checkpoint.tag(STEPS[-1]))
+        write_step(folder, step, dict(build_model(config.model, objective=config.objective).named_parameters()), config)
     save_config(config, folder)
     tokenizer.save(folder / checkpoint.TOKENIZER)
     return folder
@@ -51,12 +43,10 @@ def whole_run(tiny_corpus, tmp_path_factory):
 
 @pytest.fixture
 def run(whole_run, tmp_path):
-    """A copy of that folder to damage."""
     return shutil.copytree(whole_run, tmp_path / "run")
 
 
 def flip(path, place=-50):
-    """Change one bit of a file."""
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(bytes(data))
@@ -216,15 +206,7 @@ DAMAGES = [
     lambda path: changed_state(path, crc32=None),
     lambda path: changed_state(path, crc32="00000000"),
     lambda path: changed_state(path, "crc32"),
-    lambda path: changed_state(path, "optimizer_step"),
-]
-OTHER_STATES = [
-    ({"iteration": 5}, "iteration is 5 in a folder named iter_0000006"),
-    ({"config": 3}, "the configuration is not an object"),
-    ({"config": {"model": 3}}, "the configuration is not an object"),
-    ({"config": {"modle": {}}}, "unknown section 'modle'"),
-    ({"config": {"model": {"num_layers": "two"}}}, "model setting num_layers is 'two': a wrong type"),
-    ({"config": {"model": {"num_layers": 0}}}, "--num-layers is 0"),
+    lambda path: changed_state(path, "files"),
 ]
 
 
@@ -237,7 +219,14 @@ def test_a_damaged_state_is_passed_over(damage, run):
 
 def test_a_state_of_another_step_or_version_is_refused(run):
     path, state = run / "iter_0000006", read_state(run / "iter_0000006")
-    for changes, reason in OTHER_STATES:
+    for changes, reason in (
+        ({"iteration": 5}, "iteration is 5 in a folder named iter_0000006"),
+        ({"config": 3}, "the configuration is not an object"),
+        ({"config": {"model": 3}}, "the configuration is not an object"),
+        ({"config": {"modle": {}}}, "unknown section 'modle'"),
+        ({"config": {"model": {"num_layers": "two"}}}, "model setting num_layers is 'two': a wrong type"),
+        ({"config": {"model": {"num_layers": 0}}}, "--num-layers is 0"),
+    ):
         write_state(path, state | changes)
         assert reason in (fault(path) or "")
 

@@ -43,19 +43,6 @@ def test_mfu_is_the_flop_since_the_last_reading_by_time_and_peak(time_passes):
     assert clock.rates()["mfu"] == pytest.approx(0.5)
 
 
-def test_a_pause_between_two_readings_takes_no_step_with_it(time_passes):
-    """The steps before the pause keep their time; only the pause is left out."""
-    clock = Clock(0, 10)
-    for now in (4.0, 8.0):
-        clock.count(tokens=100)
-        time_passes.append(now)
-    with clock.pause():
-        time_passes.append(58.0)
-    clock.count(tokens=100)
-    time_passes.append(62.0)
-    assert clock.rates() == {"tokens_per_second": 25.0, "step_time": 4.0}
-
-
 def test_the_time_left_is_that_of_the_steps_since_the_start_of_this_process(time_passes):
     """A resumed run has not spent the time of the steps before it."""
     new, resumed = Clock(0, 1200), Clock(1000, 1200)

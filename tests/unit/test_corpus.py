@@ -84,21 +84,7 @@ def test_rows_are_cut_to_few_lengths_on_gpus_and_to_fewer_under_graphs(rows_for,
     assert rows_of(config, 32, rows_for=rows_for) == rows_of(config, 32)
 
 
-def test_each_step_of_a_blend_keeps_to_the_weights(parts, opened):
-    samples = opened(("5", parts["a"], "2", parts["b"], "3", parts["c"])).samples("train")
-    bounds = np.cumsum([0, *(len(part) for part in samples.parts)])
-    for consumed in range(0, 3200, 320):
-        _, indices = samples.visits(consumed + np.arange(32), 1234)
-        counts = np.histogram(indices, bounds)[0]
-        assert np.all(np.abs(counts - np.array([0.5, 0.2, 0.3]) * 32) < 2)
-    assert samples.count_visits(3200).tolist() == [1600, 640, 960]
-
-
-def test_corpora_without_weights_are_as_one_file_and_each_is_split_on_its_own(parts, make_config, opened):
-    files = (parts["a"], parts["b"], parts["c"]), (parts["all"],)
-    for consumed in (0, 640):
-        blended, merged = (rows_of(make_config(paths, data={"split": "1,0,0"}), consumed) for paths in files)
-        assert blended == merged
+def test_each_corpus_of_a_blend_is_split_on_its_own(parts, opened):
     corpus = opened(("1", parts["a"], "1", parts["b"]), data={"split": "80,20"})
     documents = {split: [part.num_documents for part in corpus.samples(split).parts] for split in ("train", "valid")}
     assert documents == {"train": [280, 56], "valid": [70, 14]}

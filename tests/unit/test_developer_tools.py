@@ -41,23 +41,20 @@ SOURCES = {
 }
 
 
-FOUND = {
-    "package/a.py": "a encodings names",
-    "package/b.py": "a b encodings fixture names",
-    "package/c.py": "encodings fixture",
-    "package/__init__.py": "encodings",
-    "docs/page.md": "names",
-    "docs/other.md": "names",
-    "examples/run.sh": "names",
-    "tests/unit/test_t5.py": "t5",
-    "megatron_ddrp/model/positions/biases.py": "encodings t5",
-    "megatron_ddrp/templates/card.md.jinja": "page",
-    "LICENSE": "",
-}
-
-
 def test_tests_that_import_or_name_a_changed_file_are_found_and_some_or_all_always_run() -> None:
-    for changed, names in FOUND.items():
+    for changed, names in {
+        "package/a.py": "a encodings names",
+        "package/b.py": "a b encodings fixture names",
+        "package/c.py": "encodings fixture",
+        "package/__init__.py": "encodings",
+        "docs/page.md": "names",
+        "docs/other.md": "names",
+        "examples/run.sh": "names",
+        "tests/unit/test_t5.py": "t5",
+        "megatron_ddrp/model/positions/biases.py": "encodings t5",
+        "megatron_ddrp/templates/card.md.jinja": "page",
+        "LICENSE": "",
+    }.items():
         assert affected_tests([changed], SOURCES) == [f"tests/unit/test_{name}.py" for name in names.split()], changed
     files = [f"tests/unit/{name}.py" for name in OF_ALL_SOURCES]
     assert all((ROOT / file).is_file() for file in files)
@@ -97,7 +94,6 @@ def test_the_table_tells_waits_from_work(tmp_path: Path) -> None:
 
 
 def write_run(folder: Path, losses: list[float], weight: float = 1.0, **more: Any) -> Path:
-    """Write what a run leaves: rows of metrics, and a checkpoint with one tensor."""
     (folder / "iter_0000005").mkdir(parents=True)
     rows = [{"iteration": step, "loss": loss, "step_time": id(folder), **more} for step, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -127,7 +123,6 @@ def test_the_first_difference_of_27_runs_is_named_and_a_run_that_failed_is_one(t
 
 
 def passing(monkeypatch, armed, *passages):
-    """Return a fork that passes points while some are armed."""
     monkeypatch.setenv(VARIABLE, armed)
     child = os.fork()
     if not child:

@@ -32,7 +32,6 @@ def run_dry(capsys, line):
 
 
 def of_rank(capsys, line):
-    """Return the bytes of a rank, by what they are for."""
     return run_dry(capsys, line)[1]["memory_per_rank"]
 
 
@@ -47,14 +46,13 @@ def test_every_setting_says_what_it_comes_to(capsys):
 
 
 def test_the_papers_base_model_is_the_default_and_flag_or_environment_give_the_world_size(capsys, monkeypatch):
-    """With no data at all; 4,288 = (3 + 64) · 64 is the paper's own count. Without srun a run has one rank."""
+    """With no data at all; 4,288 = (3 + 64) · 64 is the paper's own count."""
     for table, positions in (("shared", 4288), ("per-layer", 51456)):
         facts = run_dry(capsys, f"--relative-table {table}")[1]
         assert (facts["position_parameters"], facts["tokens_per_step"]) == (positions, 256 * 512)
         assert facts["world_size"] == 1
-    for name, value, size in (("SLURM_NTASKS", "4", 1), ("MASTER_ADDR", "node1", 4), ("WORLD_SIZE", "16", 16)):
-        monkeypatch.setenv(name, value)
-        assert run_dry(capsys, "")[1]["world_size"] == size
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert run_dry(capsys, "")[1]["world_size"] == 16
     assert run_dry(capsys, "--world-size 32")[1]["world_size"] == 32
 
 
@@ -200,23 +198,15 @@ def test_less_is_needed_by_recomputation_smaller_micro_batches_and_lower_rates(c
     assert every_token == pytest.approx(0.7 / 0.15 * (found[0] - found[3]), rel=1e-2)
 
 
-REFUSED = {
-    "--tensor-model-parallel-size 2 --world-size 3": "2 x --pipeline-model-parallel-size 1 = 2 does not divide",
-    "--world-size 7": "--global-batch-size is 256: expected a multiple .* 7 data-parallel ranks",
-    "--device-memory 2 --bf16": r"a rank needs about \d+\.\d GiB, --device-memory is 2 .*--checkpoint-activations",
-}
-
-
 def test_what_does_not_fit_or_divide_is_one_line_and_assumptions_have_a_range_and_go_with_a_dry_run(capsys):
-    for line, message in REFUSED.items():
+    for line, message in {
+        "--tensor-model-parallel-size 2 --world-size 3": "2 x --pipeline-model-parallel-size 1 = 2 does not divide",
+        "--world-size 7": "--global-batch-size is 256: expected a multiple .* 7 data-parallel ranks",
+        "--device-memory 2 --bf16": r"a rank needs about \d+\.\d GiB, --device-memory is 2 .*--checkpoint-activations",
+    }.items():
         wrong_arguments(message, run_dry, capsys, line)
-    for name, value in (
-        ("world-size", "0"),
-        ("device-memory", "-1"),
-        ("device-memory", "inf"),
-        ("device-memory", "nan"),
-    ):
-        wrong_arguments(f"--{name} is {value}.*: it must", run_dry, capsys, f"--{name} {value}")
+    for line in ("--world-size 0", "--device-memory -1", "--device-memory inf", "--device-memory nan"):
+        wrong_arguments(f"{line.replace(' ', ' is ')}.*: it must", run_dry, capsys, line)
     wrong_arguments("--world-size needs --dry-run", parse_arguments, ["--world-size", "2"])
     assert capsys.readouterr().out == ""
 
@@ -275,13 +265,10 @@ def test_it_estimates_the_step_on_known_gpus_and_shows_none_as_0(capsys):
 def test_a_model_for_longer_rows_needs_memory_and_time_for_those_of_the_run(capsys):
     """The last phase counts; rotary positions have no weights, so that the models are the same."""
     line = "--position-encoding rope --micro-batch-size 4 --bf16 --world-size 2 --seq-length"
-    short, alone, *others = (
-        run_dry(capsys, f"{line} {rows}")[1]
-        for rows in ("128", "512 --seq-length-phases 128:1", "512", "512 --seq-length-phases 128:0.5")
-    )
-    assert short == alone and all(
-        short["memory_by_zero_stage"]["1"] < one["memory_by_zero_stage"]["1"] for one in others
-    )
+    lengths = ("128", "512 --seq-length-phases 128:1", "512", "512 --seq-length-phases 128:0.5")
+    short, alone, *others = (run_dry(capsys, f"{line} {rows}")[1] for rows in lengths)
+    needed = [each["memory_by_zero_stage"]["1"] for each in (short, *others)]
+    assert short == alone and needed[0] < min(needed[1:])
     seconds, hours = ([one["estimates"]["h200"][name] for one in others] for name in ("step_seconds", "hours"))
     assert seconds[0] == seconds[1] and hours[1] == pytest.approx((short["estimates"]["h200"]["hours"] + hours[0]) / 2)
 

@@ -6,7 +6,6 @@ names the path, and nothing is written beside its output.
 """
 
 import importlib
-import itertools
 import json
 import math
 import shutil
@@ -39,7 +38,6 @@ from tests.unit.lab.compare.made_rows import full_rows
 from tests.unit.tasks.conftest import sentences, write_bert, write_checkpoint
 
 NUMBERS = ("0", "-1", "nan", "inf", "1e308", "1" + "0" * 30, "9" * 5000, "", "text", "½")
-TEXTS = ("", " ", "\t", "x" * 5000)
 YAML_VALUES = (
     *("true", "''", "' '", "[]", "[a, b]", "[[a]]", "{a: b}", "{}", "!!set {a}", "!!binary aGk=", "&a [*a]"),
     *("*nowhere", "!!python/object/apply:os.system [x]", r'"\0"', r'"a\0b"', r'"\ud800"', "9" * 5000, "\0", "a: b: c"),
@@ -107,7 +105,6 @@ def is_within(text: str, kind: type, within: str) -> bool:
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: command.name)
 def test_impossible_numbers_and_no_text_are_refused_by_their_option(command: Parsed, tmp_path: Path, monkeypatch):
-    """No text, also of a path, ends in a traceback."""
     monkeypatch.chdir(tmp_path)
     wrong = []
     for name, option in command.options.items():
@@ -115,7 +112,7 @@ def test_impossible_numbers_and_no_text_are_refused_by_their_option(command: Par
         is_number = kind in (int, float)
         if kind is bool or (is_number and within is None):
             continue
-        for text in NUMBERS if is_number else TEXTS:
+        for text in NUMBERS if is_number else ("", " ", "\t", "x" * 5000):
             given = text if option.rules.get("positional") and not is_number else f"{flag(name)}={text}"
             words = [*command.with_required(name), given]
             refused = None
@@ -171,8 +168,6 @@ WRITTEN = ("index_cache_dir", "output", "output_dir", "output_prefix", "rows", "
 """Options whose path a command makes: one that is missing or empty is right."""
 DATASET = (".bin", ".idx", "_text_document.bin", "_text_document.idx")
 """Ends of the files that a prefix stands for."""
-LENGTH = 5000
-"""Characters of the long path."""
 
 
 def kinds_of(name: str, option: Any) -> list[str]:
@@ -306,7 +301,7 @@ def hostile(folder: Path, kind: str, model: Path) -> Path:
     if kind == "through":
         (folder / kind).write_text("text\n")
         return folder / kind / f"x{model.suffix}"
-    return Path("x" * LENGTH + model.suffix) if kind == "long" else path
+    return Path("x" * 5000 + model.suffix) if kind == "long" else path
 
 
 def cases() -> Iterator[Any]:
@@ -347,7 +342,6 @@ def test_an_impossible_path_is_refused(command, name, kind, world, tmp_path, run
 
 
 def words_of(command: Parsed, options: dict[str, Any]) -> list[str]:
-    """Return the words of a command line, with the command's name."""
     words, flags = command.name.split(), {}
     for key, value in options.items():
         if key in command.options and command.options[key].rules.get("positional"):
@@ -355,30 +349,6 @@ def words_of(command: Parsed, options: dict[str, Any]) -> list[str]:
         else:
             flags[key] = value
     return [*words, *command_line(flags)]
-
-
-def real_starts() -> Iterator[Any]:
-    """Yield a path of each command, in turns a number of it, and files of YAML with wrong keys."""
-    numbers = itertools.cycle(("nan", "1e308", "-1", "1" + "0" * 30, "text"))
-    for turn, (name, of_command) in enumerate(itertools.groupby(cases(), lambda case: case.values[0].name)):
-        found = list(of_command)
-        command, option, kind = found[turn % len(found)].values
-        yield pytest.param(command, {}, option, kind, id=f"{name} {option} {kind}")
-        bounded = [key for key, each in command.options.items() if "within" in each.rules]
-        if bounded:
-            yield pytest.param(command, {bounded[turn % len(bounded)]: next(numbers)}, "", "", id=f"{name} number")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "numbers", "name", "kind"), real_starts())
-def test_a_real_start_ends_in_one_line(command, numbers, name, kind, world, tmp_path):
-    words = world.words(command.name) | numbers
-    if name:
-        words[name] = hostile(tmp_path / "hostile", kind, Path(str(words.get(name) or name)))
-    result = start_ranks(words_of(command, words), world_size=None, program="megatron_ddrp")
-    assert result.exit_codes[0] in (FAILURE, WRONG_ARGUMENTS), result
-    lines = result.stderr[0].splitlines()
-    assert len(lines) == 1 and lines[0].startswith("megatron-ddrp ") and "Traceback" not in lines[0], result
 
 
 @pytest.mark.parametrize("text", ["[]", "null: a", "nowhere: 1", "train: [a, b]\nvalid: 5", "? {a: b}\n: c", "&a [*a]"])

@@ -71,11 +71,10 @@ def imported(tree: ast.Module) -> set[str]:
 def import_graph(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
     """Return module → modules it imports, of those given, also inside functions and under `if TYPE_CHECKING:`."""
     modules = {module_of(file.as_posix()): imported(tree) for file, tree in trees.items()}
-    parts = {
-        module: names | {name.rpartition(".")[0] for name in names - modules.keys()}
+    return {
+        module: (names | {name.rpartition(".")[0] for name in names - modules.keys()}) & modules.keys()
         for module, names in modules.items()
     }
-    return {module: names & modules.keys() for module, names in parts.items()}
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -130,19 +129,16 @@ def test_no_function_is_over_70_lines_or_has_over_8_parameters() -> None:
     assert sorted(num_parameters(node) for node in ast.walk(tree) if isinstance(node, Function)) == [2, 4]
 
 
-IN_CIRCLES = [
-    ({"a": "import b", "b": "def f():\n    import a"}, {"a", "b"}),
-    ({"a": "import b", "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a"}, {"a", "b"}),
-    ({"a": "import b", "b": "try:\n    from a import x\nexcept ImportError:\n    pass"}, {"a", "b"}),
-    ({"a": "from p import b", "p/__init__": "", "p/b": "import p.c", "p/c": "import a"}, {"a", "p.b", "p.c"}),
-    ({"p/__init__": "from p.b import x", "p/b": "import p.c", "p/c": ""}, set()),
-]
-
-
 def test_no_circle_of_imports() -> None:
     graph = import_graph({file: tree for file, tree in TREES.items() if file.parts[0] == PACKAGE})
     assert len(graph) > 100 and circle(graph) == []
-    for sources, expected in IN_CIRCLES:
+    for sources, expected in (
+        ({"a": "import b", "b": "def f():\n    import a"}, {"a", "b"}),
+        ({"a": "import b", "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a"}, {"a", "b"}),
+        ({"a": "import b", "b": "try:\n    from a import x\nexcept ImportError:\n    pass"}, {"a", "b"}),
+        ({"a": "from p import b", "p/__init__": "", "p/b": "import p.c", "p/c": "import a"}, {"a", "p.b", "p.c"}),
+        ({"p/__init__": "from p.b import x", "p/b": "import p.c", "p/c": ""}, set()),
+    ):
         graph = import_graph({Path(f"{name}.py"): ast.parse(source) for name, source in sources.items()})
         assert set(circle(graph)) == expected
     # Between folders: loose files count as such, but `__init__` and `__main__` only pass on to what a user asks for.
@@ -204,13 +200,6 @@ ALONE = {
     "megatron_ddrp.lab": ["lab/"],
     "megatron_ddrp.tasks": ["tasks/", "lab/"],
 }
-NEVER = [
-    (["torch"], ["data/"]),
-    (["deepspeed", "torch.distributed", "megatron_ddrp.parallel"], ["model/", "objectives/", "data/"]),
-    (["megatron_ddrp.engine"], ["model/", "objectives/", "data/", "parallel/"]),
-    (["megatron_ddrp.train"], ["data/", "model/", "parallel/"]),
-    (["megatron_ddrp.model", "megatron_ddrp.objectives"], ["data/"]),
-]
 KNOWN_TO_BOTH = ("config.", "errors.", "model.")
 KNOWN = {
     "model/": ("data.batches.batch.",),
@@ -223,13 +212,18 @@ def test_some_folders_alone_import_it_and_others_do_not():
     for module, folders in ALONE.items():
         assert importers(module) - inside(*folders) == set(), module
         assert importers(module) & inside(folders[-1]), module
-    for modules, folders in NEVER:
+    for modules, folders in (
+        (["torch"], ["data/"]),
+        (["deepspeed", "torch.distributed", "megatron_ddrp.parallel"], ["model/", "objectives/", "data/"]),
+        (["megatron_ddrp.engine"], ["model/", "objectives/", "data/", "parallel/"]),
+        (["megatron_ddrp.train"], ["data/", "model/", "parallel/"]),
+        (["megatron_ddrp.model", "megatron_ddrp.objectives"], ["data/"]),
+    ):
         assert importers(*modules) & inside(*folders) == set(), modules
 
 
 @pytest.mark.parametrize("folder", KNOWN)
 def test_the_model_knows_one_device_and_no_files_and_encoders_no_trainer_and_no_jobs(folder):
-    """Model and encoders import nothing else of the package."""
     for file in inside(folder):
         own = {name.partition(".")[2] for name in imported(MODULES[file]) if name.startswith(PACKAGE)}
         assert [name for name in own if not f"{name}.".startswith((*KNOWN[folder], *KNOWN_TO_BOTH))] == [], file
@@ -304,7 +298,6 @@ def kind_of(node: ast.Module | ast.ClassDef | Function) -> str:
 
 
 def fault(docstring: Docstring) -> str | None:
-    """Return the rule that a docstring breaks, or None."""
     _, kind, text = docstring
     if openers := [word for word in OPENERS[kind] if re.match(rf"{word}\b", text)]:
         return f"a {kind} must not open with {openers[0]!r}"
@@ -321,12 +314,6 @@ def test_docstrings_open_with_plain_words() -> None:
     assert not faults, "\n".join(faults)
 
 
-GOOD = {
-    "Return the loss.": "function",
-    "Assign ranks to stages.": "function",  # begins with "As", which is no word of its own here
-    "A layer of the encoder.": "class",
-    "True if padding is cut.": "attribute",
-}
 BAD = {
     "Whether a path is a checkpoint.": "function",
     "The newest checkpoint.": "function",
@@ -339,7 +326,6 @@ BAD = {
 
 
 def test_faults_are_seen_and_every_kind_of_docstring_is_found() -> None:
-    assert [text for text, kind in GOOD.items() if fault(Docstring("", kind, text))] == []
     assert [text for text, kind in BAD.items() if not fault(Docstring("", kind, text))] == []
     source = '"""M."""\nX = 1\n"""A."""\nclass C:\n    """K."""\n    @property\n    def p(self):\n        """P."""\n'
     source += 'def f():\n    """F."""\n'

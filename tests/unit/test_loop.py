@@ -2,8 +2,7 @@
 sums of weights; and no wait for the device in a micro-batch.
 
 Whole replays are in tests/integration/test_faults.py. Tests of waits run whole steps on torch's "meta" device: its
-tensors have no data, so that whatever would make the host wait for a GPU (reading a number, `nonzero`, an index by a
-mask, a copy to the host) raises. `Watch` sees what that device allows.
+tensors have no data, so that whatever would make the host wait for a GPU raises. `Watch` sees what that device allows.
 """
 
 from __future__ import annotations
@@ -54,6 +53,10 @@ CONFIG = Config().replace(
     checkpoint={"save": "run", "save_interval": 4},
     logging={"log_interval": 1, "eval_interval": 0},
 )
+EVERY_FOUR = {"log_interval": 4}
+META = torch.device("meta")
+RANKS_OF_META = Ranks(0, 1, META)
+WORDS = RareWords(np.arange(3, dtype=np.uint64), np.full(3, 9), np.arange(3), np.arange(1, 4))
 
 
 class Training:
@@ -120,7 +123,6 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Build:
 
 @pytest.fixture(params=[False, True], ids=["at once", "late"])
 def late(request: pytest.FixtureRequest) -> bool:
-    """Whether numbers are read behind the next launch."""
     return request.param
 
 
@@ -207,12 +209,7 @@ def test_rates_are_those_of_all_steps_when_checkpoints_fall_between_rows(trainin
     assert "save 5" in made.events and made.numbers("step_time", "tokens_per_second") == [(2.0, 2.5)] * 2
 
 
-EVERY_FOUR = {"log_interval": 4}
-
-
-def test_a_row_holds_the_mean_since_the_row_before_and_a_quiet_run_shows_its_numbers_so_far(
-    late: bool, training: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_holds_the_mean_since_the_row_before_and_a_quiet_run_shows_its_numbers(late, training, monkeypatch):
     """Between two rows a line takes part in nothing that other ranks would have to join."""
     shown, asked = [], []
     for quiet in (False, True):
@@ -248,7 +245,6 @@ def test_skipped_steps_and_sums_of_another_objective_are_left_out_of_the_mean(tr
 
 
 def test_a_step_that_was_not_finite_is_tried_again_and_steps_that_stay_so_end_the_run(late, training: Build) -> None:
-    """Late, the step behind it was launched by then."""
     made = training(late, {2: [math.nan, 7.0]})
     made()
     around = [event for event in made.events[made.events.index("launch 2") :] if event != "row 1"]
@@ -365,11 +361,6 @@ def test_a_majority_of_ranks_is_right(sums: tuple[int, ...], named: str) -> None
     words = f"^{re.escape(named)} other bits of norm.weight than the ranks that share it: "
     refusal = refused(words, refuse_other_weights, told(*sums), 7)
     assert "a checkpoint of step 7 or earlier into DIR/latest" in str(refusal) and refusal.agreed
-
-
-META = torch.device("meta")
-RANKS_OF_META = Ranks(0, 1, META)
-WORDS = RareWords(np.arange(3, dtype=np.uint64), np.full(3, 9), np.arange(3), np.arange(1, 4))
 
 
 class Watch(TorchDispatchMode):

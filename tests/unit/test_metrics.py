@@ -48,6 +48,10 @@ BAD_LINES = {
     "deep": b"[" * 100_000,
     "zeros": b"\0" * 40,
 }
+LEVEL = 7.0
+STEP = WINDOW // 4
+"""Tokens between two rows: the smoothed loss is the mean of four."""
+LOW, HIGH = Score(0.5, 0.4, 0.6), Score(0.7, 0.6, 0.75)
 
 
 def row(step):
@@ -55,7 +59,6 @@ def row(step):
 
 
 def write(folder, *lines):
-    """Write metrics.jsonl of rows and raw lines."""
     content = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     (folder / METRICS).write_bytes(b"".join(line + b"\n" for line in content))
 
@@ -227,7 +230,6 @@ def test_tensorboard_keeps_the_steps_before_a_resume_and_drops_those_after_it(tm
 
 @contextmanager
 def no_reader(monkeypatch):
-    """Standard output of which nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as stream:
@@ -246,11 +248,6 @@ def test_a_run_that_saves_goes_on_without_its_reader(tmp_path, monkeypatch):
     with no_reader(monkeypatch), MetricsLog(Config(), 0, active=True) as log, pytest.raises(BrokenPipeError):
         log.say("nobody has a row of this run")
     assert steps(tmp_path) == [1]
-
-
-LEVEL = 7.0
-STEP = WINDOW // 4
-"""Tokens between two rows: the smoothed loss is the mean of four."""
 
 
 def curve(*losses):
@@ -301,21 +298,11 @@ def test_a_point_weighs_as_much_as_the_tokens_that_it_is_a_mean_of():
     assert [loss for _, loss in smoothed(branch)] == [9.0, pytest.approx((4 * 9 + 3 * 5) / 7), 5.0]
 
 
-def test_the_onsets_of_the_ladder_tell_the_encodings_apart():
-    found = {}
+def test_the_onsets_of_the_ladder_are_those_of_the_loops():
     for line in (Path(__file__).parents[2] / "docs" / "ladder" / "rows.jsonl").read_text().splitlines():
         row = json.loads(line)
         points = row.get("curve") or row["curves"]["training masked-LM loss"]
         assert onset(points, LEVEL) == onset_in_loops(points, LEVEL)
-        if not row["check"] and not row["half"]:
-            found.setdefault((row["model"], row["planned_tokens"]), []).append(onset(points, LEVEL))
-    lowest, middle, highest = 4_194_304, 16_777_216, 67_108_864
-    assert max(found["rope", lowest]) < min(one for one in found["ddrp", lowest] if one)
-    assert max(found["rope", middle]) < min(found["ddrp", middle]) < max(found["ddrp", middle]) < 3_000_000
-    for rung in (("absolute", lowest), ("nope", lowest), ("t5", lowest), ("absolute", middle)):
-        assert set(found[rung]) == {None}
-    assert all(25_000_000 < one < 35_000_000 for one in found["absolute", highest])
-    assert max(found["ddrp", highest]) < 5_000_000
 
 
 def rows_of(points):
@@ -389,9 +376,6 @@ def test_a_line_that_nobody_reads_ends_no_run(monkeypatch):
             watch.on_step(row)
         with pytest.raises(BrokenPipeError):
             print("the next line of the run, which says what to do then", flush=True)
-
-
-LOW, HIGH = Score(0.5, 0.4, 0.6), Score(0.7, 0.6, 0.75)
 
 
 def test_checkpoints_of_one_run_have_a_curve_and_others_draw_nothing() -> None:

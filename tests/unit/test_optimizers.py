@@ -33,6 +33,7 @@ RANKS = Ranks(0, 1, torch.device("cpu"))
 SETTINGS = OptimizerConfig(optimizer="muon", lr=0.1, weight_decay=0.3)
 LAYER = {f"attention.{name}.weight" for name in ("query", "key", "value", "output")}
 LAYER |= {"feed_forward.input.weight", "feed_forward.output.weight"}
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 def make(settings=SETTINGS, bf16=False, ranks=RANKS, clipped=False, **changes: Any) -> tuple[torch.nn.Module, Muon]:
@@ -48,7 +49,6 @@ def make(settings=SETTINGS, bf16=False, ranks=RANKS, clipped=False, **changes: A
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> dict[str, Tensor]:
-    """Take the step of some gradients, and return these."""
     gradients = give_gradients(model, seed)
     optimizer.step()
     return gradients
@@ -149,16 +149,15 @@ def test_a_tiny_matrix_is_divided_as_in_the_released_code(size: float) -> None:
     torch.testing.assert_close(muon.orthonormal(matrix), wanted, rtol=1e-9, atol=1e-15)
 
 
-@pytest.mark.parametrize(("bf16", "bound"), [(False, 0.03), (True, 0.004)])
-def test_newton_schulz_is_that_of_torch(bf16: bool, bound: float) -> None:
+def test_newton_schulz_in_bf16_is_that_of_torch() -> None:
     """torch's Muon multiplies in bf16, and so do we on a GPU and in runs with --bf16."""
-    model, optimizer = make(bf16=bf16)
+    model, optimizer = make(bf16=True)
     before, gradients = weights_of(model), step(model, optimizer, 1)
     for name in hidden_matrices(model):
         theirs = before[name].clone().requires_grad_()
         theirs.grad = gradients[name]
         torch.optim.Muon([theirs], 0.1, 0.3, adjust_lr_fn="match_rms_adamw").step()
-        assert off(model.get_parameter(name).detach(), before[name], theirs.tolist()) < bound
+        assert off(model.get_parameter(name).detach(), before[name], theirs.tolist()) < 0.004
 
 
 def test_everything_else_takes_the_step_of_adamw() -> None:
@@ -176,9 +175,8 @@ def test_everything_else_takes_the_step_of_adamw() -> None:
     assert all({"exp_avg", "exp_avg_sq"} < kept[name] for name in kept.keys() - matrices.keys())
 
 
-OF_TUPE = {"embeddings.position.query.weight", "embeddings.position.key.weight"}
 OF_DEBERTA = {f"layers.{i}.layer_position.{kind}.weight" for i in (0, 1) for kind in ("query", "key")}
-PROJECTIONS = {"tupe-r": OF_TUPE, "deberta": OF_DEBERTA}
+PROJECTIONS = {"tupe-r": {"embeddings.position.query.weight", "embeddings.position.key.weight"}, "deberta": OF_DEBERTA}
 PROJECTIONS |= dict.fromkeys(("absolute", "ddrp", "t5", "rope", "alibi-asym", "deberta-v2"), set())
 
 
@@ -231,7 +229,6 @@ def test_a_step_with_nan_is_as_if_it_had_not_been() -> None:
 
 
 def assert_equal_bits(model: torch.nn.Module, optimizer: Muon, other_model: torch.nn.Module, other: Muon) -> None:
-    """Weights, momenta, AdamW's moments and its number of steps are equal."""
     for parameter, same in zip(model.parameters(), other_model.parameters(), strict=True):
         assert torch.equal(parameter, same)
         state, expected = optimizer.state[parameter], other.state[same]
@@ -313,14 +310,6 @@ def test_a_share_that_is_a_whole_number_of_steps_takes_no_step_more(fraction: fl
     assert OptimizerConfig(lr_warmup_fraction=fraction).warmup_steps(steps) == expected
 
 
-@pytest.mark.parametrize("kind", ["linear", "minus_sqrt"])
-def test_a_branch_of_wsd_leaves_the_steps_before_it_alone(kind: str) -> None:
-    peak = {"lr": 1e-3, "lr_warmup_iters": 5}
-    end = style("wsd", lr_wsd_decay_iters=10, lr_wsd_decay_style=kind, min_lr=1e-5)
-    *stable, last = rates_of(range(1, 33), 40, **peak, **end)  # the rate of step 31 is still the peak
-    assert stable == rates_of(range(1, 32), 10**6, **peak, lr_decay_style="constant") and last < 1e-3
-
-
 MISFITS = [
     ({"lr_wsd_decay_iters": 5}, "--lr-wsd-decay-iters 5 with --lr-decay-style linear"),
     ({"lr_wsd_decay_style": "minus_sqrt"}, "--lr-wsd-decay-style minus_sqrt with --lr-decay-style linear"),
@@ -381,9 +370,6 @@ def test_adamw_has_the_numbers_of_the_flags():
     assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(1, 0.2), (1, 0.0)]
 
 
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-
-
 @pytest.fixture
 def set_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, tuple[int, int]], None]:
     def set_to(name: str, capability: tuple[int, int]) -> None:
@@ -394,15 +380,11 @@ def set_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, tuple[int, int]],
 
 
 def test_bf16_needs_compute_capability_8(set_gpu) -> None:
-    for capability, words in (
-        ((7, 0), "Tesla V100 has compute capability 7.0"),
-        ((7, 5), "Tesla V100 has compute capability 7.5"),
-        ((8, 0), None),
-        ((9, 0), None),
-    ):
+    for capability in ((7, 0), (7, 5), (8, 0), (9, 0)):
         set_gpu("Tesla V100", capability)
-        fault = precision_fault("bf16", CUDA)
-        assert fault is None if words is None else words in fault and "--fp16" in fault
+        fault, number = precision_fault("bf16", CUDA) or "", "{}.{}".format(*capability)
+        assert (f"Tesla V100 has compute capability {number}" in fault and "--fp16" in fault) == (capability < (8, 0))
+        assert bool(fault) == (capability < (8, 0))
         assert precision_fault("fp16", CUDA) is None and precision_fault("fp32", CUDA) is None
 
 

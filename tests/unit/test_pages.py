@@ -77,9 +77,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-MAKEFILE, LOCK, PROJECT = (
-    (ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "requirements-lock.txt", "pyproject.toml")
-)
+OF_PACKAGING = ("Makefile", "requirements-lock.txt", "pyproject.toml")
+MAKEFILE, LOCK, PROJECT = ((ROOT / name).read_text(encoding="utf-8") for name in OF_PACKAGING)
 
 
 def test_the_lock_holds_a_fitting_version_of_every_requirement_and_names_no_host_and_no_build_of_torch() -> None:
@@ -104,7 +103,6 @@ def test_the_page_has_the_floors_as_versions_that_were_run() -> None:
 
 
 def makefile_value(name: str) -> str:
-    """Return the default of a variable of the Makefile."""
     return re.findall(rf"^{name} +\?= *(.*)$", MAKEFILE, re.MULTILINE)[0]
 
 
@@ -150,7 +148,6 @@ def test_integration_runs_every_test_once_and_the_workflow_and_hooks_run_its_ste
 
 
 def shown(names: str) -> str:
-    """Return flags as they stand in a cell."""
     return " ".join(f"`--{name.rstrip('=')}`" for name in names.split())
 
 
@@ -200,9 +197,8 @@ def test_names_on_the_page_are_flags_of_ours_or_of_the_tables_and_no_rule_is_mis
 def test_the_lines_that_a_diff_adds_are_in_its_file_and_the_encoding_and_the_kind_of_task_are_whole() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     added: dict[str, list[str]] = {}
-    for diff in re.split(r"^\+\+\+ b/", "\n".join(re.findall(r"```diff\n.*?```", text, re.DOTALL)), flags=re.MULTILINE)[
-        1:
-    ]:
+    diffs = "\n".join(re.findall(r"```diff\n.*?```", text, re.DOTALL))
+    for diff in re.split(r"^\+\+\+ b/", diffs, flags=re.MULTILINE)[1:]:
         file, *lines = diff.partition("```")[0].splitlines()
         added.setdefault(file, []).extend(line[1:] for line in lines if line[:1] == "+")
     parts = ("config/registry", "model/positions/biases", "objectives/masked", "tasks/finetune/metrics", "tasks/glue")

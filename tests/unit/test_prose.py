@@ -164,7 +164,6 @@ def of_runs(statistic: str, values: np.ndarray) -> list[float]:
 
 
 def of_pairs(statistic: str, measure: str, first: list[Row], second: list[Row]) -> list[float]:
-    """Return a statistic of two models."""
     if statistic == "logrank":
         return [stats.logrank(censored(first), censored(second)).pvalue]
     if statistic == "ratio":

@@ -1,9 +1,5 @@
-"""Ranks and what they say to each other: launchers' variables, rendezvous, devices, places in a grid and agreement;
-without a GPU torch's answers are set.
-
-Parts of a pipeline send each other every bit and shape, and gradients the same way back. Maps that share an input have
-one exchange for all, behind the weights' products. Parts of parameters are disjoint, equal, complete, and go by heads.
-"""
+"""Ranks and what they say to each other: launchers' variables, rendezvous, devices, places in a grid, agreement, the
+parts of a pipeline and those of tensor-parallel maps; without a GPU torch's answers are set."""
 
 import datetime
 import os
@@ -35,6 +31,8 @@ from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_mode
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
+OF_ALL_HEADS = {name: {"relative"} for name in ("bert-r", "deberta")} | {"ddrp": {"direction", "distance"}}
+OF_ALL_HEADS |= {"tupe-a": {"table"}, "tupe-r": {"table"}, "deberta-v2": {"relative", "norm.weight", "norm.bias"}}
 
 
 @pytest.fixture
@@ -144,45 +142,39 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "
 BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 STARTED_BY_SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
-"""What mpirun's own daemon on the second node passes on."""
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-
-
-COMPLETE = [
-    ({}, ("0", "1", "0")),
-    (ALL, ("1", "2", "1")),
-    ({"RANK": "0", "WORLD_SIZE": "1"}, ("0", "1", None)),
-    (SRUN | MEETING, ("3", "4", "1")),
-    (BATCH, ("0", "1", "0")),  # the batch script itself, without srun
-    ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "node1"}, ("0", "1", "0")),  # and without --ntasks
-    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ("0", "1", "0")),
-    ({"OMPI_COMM_WORLD_SIZE": "1"}, ("0", "1", "0")),
-    (MPIRUN | MEETING, ("3", "4", "1")),
-    (STARTED_BY_SRUN | MPIRUN | MEETING, ("3", "4", "1")),
-]
-"""Variables → rank, number of ranks and local rank."""
 BEFORE = "export MASTER_ADDR and MASTER_PORT"
-LACKING = [
-    (SRUN, f"srun started 4 processes, and each would run alone.* {BEFORE}"),
-    (SRUN | {"MASTER_ADDR": "node1"}, f"srun started 4 processes, .* {BEFORE}"),
-    (SRUN | {"MASTER_PORT": "29500"}, f"srun started 4 processes, .* {BEFORE}"),
-    (BATCH | {"MASTER_ADDR": "node1"}, "the job has 4 tasks, but srun did not start this process"),
-    (MPIRUN, f"mpirun started 4 processes.* {BEFORE} before it .mpirun passes them on by -x"),
-    ({"PMI_SIZE": "2"}, "mpiexec started 2 processes"),
-    ({"RANK": "0"}, "WORLD_SIZE is not set, but RANK is"),
-    *((({k: v for k, v in ALL.items() if k != name}), f"{name} is not set") for name in list(ALL)[1:]),
-    (ALL | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', not a number"),
-    (ALL | {"RANK": "-1"}, "RANK is '-1', not a number"),
-]
 
 
 def test_the_environment_is_complete_or_processes_that_cannot_meet_are_refused(monkeypatch):
-    for variables, expected in COMPLETE:
+    for variables, expected in (  # rank, number of ranks and local rank
+        ({}, ("0", "1", "0")),
+        (ALL, ("1", "2", "1")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ("0", "1", None)),
+        (SRUN | MEETING, ("3", "4", "1")),
+        (BATCH, ("0", "1", "0")),  # the batch script itself, without srun
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "node1"}, ("0", "1", "0")),  # and without --ntasks
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ("0", "1", "0")),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, ("0", "1", "0")),
+        (MPIRUN | MEETING, ("3", "4", "1")),
+        (STARTED_BY_SRUN | MPIRUN | MEETING, ("3", "4", "1")),  # by mpirun's own daemon on the second node
+    ):
         monkeypatch.setattr(os, "environ", dict(variables))
         complete_environment()
         got = tuple(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         assert got == expected, variables
-    for variables, message in LACKING:
+    for variables, message in (
+        (SRUN, f"srun started 4 processes, and each would run alone.* {BEFORE}"),
+        (SRUN | {"MASTER_ADDR": "node1"}, f"srun started 4 processes, .* {BEFORE}"),
+        (SRUN | {"MASTER_PORT": "29500"}, f"srun started 4 processes, .* {BEFORE}"),
+        (BATCH | {"MASTER_ADDR": "node1"}, "the job has 4 tasks, but srun did not start this process"),
+        (MPIRUN, f"mpirun started 4 processes.* {BEFORE} before it .mpirun passes them on by -x"),
+        ({"PMI_SIZE": "2"}, "mpiexec started 2 processes"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set, but RANK is"),
+        *((({k: v for k, v in ALL.items() if k != name}), f"{name} is not set") for name in list(ALL)[1:]),
+        (ALL | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', not a number"),
+        (ALL | {"RANK": "-1"}, "RANK is '-1', not a number"),
+    ):
         monkeypatch.setattr(os, "environ", dict(variables))
         refused(message, complete_environment)
 
@@ -203,7 +195,6 @@ def host(monkeypatch):
 
 
 def test_each_rank_has_the_gpu_of_its_number_or_its_own_or_the_cpu_and_more_ranks_than_gpus_end_in_one_line(host):
-    """DeepSpeed takes its device from LOCAL_RANK."""
     for gpus, device, local_rank in (
         (8, torch.device("cuda", 3), "3"),
         (1, torch.device("cuda", 0), "0"),
@@ -449,10 +440,6 @@ def test_maps_without_a_reader_or_a_bias_and_those_of_zero_3():
 
 def rank_of(tensor_rank: int, tensor_size: int) -> Ranks:
     return Ranks(tensor_rank, tensor_size, torch.device("cpu"), tensor_rank=tensor_rank, tensor_size=tensor_size)
-
-
-OF_ALL_HEADS = {name: {"relative"} for name in ("bert-r", "deberta")} | {"ddrp": {"direction", "distance"}}
-OF_ALL_HEADS |= {"tupe-a": {"table"}, "tupe-r": {"table"}, "deberta-v2": {"relative", "norm.weight", "norm.bias"}}
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
