@@ -5,8 +5,9 @@
 Each draw takes some flags with some values, out of what a run can have; settings that `pretrain` refuses do not count.
 On one rank, a run that was stopped and resumed has the rows of one that was not, to the last bit, and an export of it,
 imported and exported again, gives the same vectors. On more ranks, the losses and gradient norms of a drawn layout are
-those of one process, in half of the draws from a checkpoint of that process on. Failures are printed with their
-settings, and the exit code is then 1. A draw takes about two seconds.
+those of one process, in half of the draws from a checkpoint of that process on: the pairs of layout, objective and
+option beside the selections in tests/integration/test_layouts.py and test_layout_changes.py. Failures are printed with
+their settings, and the exit code is then 1. A draw takes about two seconds.
 """
 
 import argparse
@@ -30,7 +31,8 @@ from megatron_ddrp.commands.functions import given_words
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.errors import UserError
 from tests.conftest import write_corpus
-from tests.integration.training_runs import train_runs, without_times
+from tests.integration.launch import without_times
+from tests.integration.training_runs import train_runs
 
 ALWAYS: dict[str, list[Any]] = {
     "position_encoding": list(ENCODINGS),

@@ -43,20 +43,6 @@ from tests.integration.launch import TIMEOUT
 from tests.integration.training_runs import forget_layout, run_ranks, train_run
 
 
-def errors_by(world_size: int, command_lines: list[list[str]]) -> list[list[float]]:
-    """Return, for each `pretrain_bert.py ARGUMENTS`, the error of the first step's gradients on each rank."""
-    return _measured(world_size, command_lines, error_of_first_step)
-
-
-def _measured(world_size: int, command_lines: list[list[str]], measure: Callable[[Config], Any]) -> list[list[Any]]:
-    """Return what `measure`, a module's function, gives for each command line's configuration on each rank."""
-    return of_each_run(world_size, command_lines, partial(_measure, measure))
-
-
-def _measure(measure: Callable[[Config], Any], words: list[str]) -> Any:
-    return measure(parse_arguments(words).config)
-
-
 def of_each_run(world_size: int, runs: list[Any], act: Callable[..., Any]) -> list[list[Any]]:
     """Return, for each run, what `act`, a module's function, gives for it on each of the ranks that all runs share."""
     by_rank = run_ranks(world_size, partial(_act_on_all, act), runs, TIMEOUT)
@@ -67,9 +53,10 @@ def _act_on_all(act: Callable[..., Any], runs: list[Any], _: Path) -> list[Any]:
     return [act(run) for run in runs]
 
 
-def error_of_first_step(config: Config) -> float:
-    """Return ‖g − Σ‖ ÷ ‖Σ‖ over this rank's parameters; Σ adds up each micro-batch's gradient in float64."""
-    engine, loader, setup = _built(config)
+def error_of_first_step(words: list[str]) -> float:
+    """Return ‖g − Σ‖ ÷ ‖Σ‖ over this rank's parameters in the first step of `pretrain_bert.py WORDS`; Σ adds up each
+    micro-batch's gradient in float64."""
+    engine, loader, setup = _built(words)
     ranks = setup.ranks
     is_serial = type(engine.optimizer).__name__ == "BF16_Optimizer"
     assert is_serial == (ranks.pipeline_size > 1), "only a pipeline has the optimizer that overlaps nothing"
@@ -89,17 +76,18 @@ def error_of_first_step(config: Config) -> float:
     return found[0]
 
 
-def _opened(config: Config) -> tuple[Config, BatchLoader, Setup]:
+def _opened(words: list[str]) -> tuple[Config, BatchLoader, Setup]:
     """Return the configuration with the size of the vocabulary, this rank's samples and the setup."""
+    config = parse_arguments(words).config
     ranks = place_in_grid(torch.device("cpu"), config.parallel)
     corpus = Corpus.open(config)
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     return config, corpus.loader("train", ranks.data_rank, ranks.data_size), Setup.of(config, ranks)
 
 
-def _built(config: Config) -> tuple[Any, BatchLoader, Setup]:
+def _built(words: list[str]) -> tuple[Any, BatchLoader, Setup]:
     """Return the engine of this rank, its samples and the setup."""
-    config, loader, setup = _opened(config)
+    config, loader, setup = _opened(words)
     torch.manual_seed(0)
     return build_engine(build_model(config.model, objective=config.objective), setup), loader, setup
 
@@ -113,14 +101,10 @@ class Proved(NamedTuple):
     """Names of this rank's compared parameters."""
 
 
-def proofs_by(world_size: int, runs: list[tuple[list[str], str]]) -> list[list[Proved]]:
-    """For each run, `pretrain_bert.py ARGUMENTS` and the parameter to change, what each rank's proof says."""
-    return [[Proved(*proved) for proved in of_ranks] for of_ranks in of_each_run(world_size, runs, _proofs)]
-
-
-def _proofs(run: tuple[list[str], str]) -> Proved:
+def proofs(run: tuple[list[str], str]) -> Proved:
+    """Return what a rank's proof says of a run: its command line and the parameter to change."""
     words, changed = run
-    engine, loader, setup = _built(parse_arguments(words).config)
+    engine, loader, setup = _built(words)
     ranks, inputs = setup.ranks, training_inputs(loader.step(0), setup, 1)
     parameters, lines = local_parameters(engine.module), []
     hooks = {name: len(parameter._backward_hooks or ()) for name, parameter in parameters.items()}
@@ -186,11 +170,6 @@ Waits = dict[str, int]
 """`read FILE` or `synchronize FILE` → number per step."""
 
 
-def waits_of(world_size: int, command_lines: list[list[str]]) -> list[Waits]:
-    """Return the waits of a step of each `pretrain_bert.py ARGUMENTS` on the first of `world_size` ranks."""
-    return [of_ranks[0] for of_ranks in _measured(world_size, command_lines, waits_of_step)]
-
-
 class Waiting(TorchDispatchMode):
     """Counter of the numbers that the host reads."""
 
@@ -223,11 +202,11 @@ class Stream:
         self.waiting.count("synchronize")
 
 
-def waits_of_step(config: Config) -> Waits:
-    """Return the waits of the step after `WARM_UP_STEPS`."""
+def waits_of_step(words: list[str]) -> Waits:
+    """Return the waits of the step after `WARM_UP_STEPS` of `pretrain_bert.py WORDS`."""
     from deepspeed.accelerator import get_accelerator
 
-    config, loader, setup = _opened(config)
+    config, loader, setup = _opened(words)
     accelerator, waiting = type(get_accelerator()), Waiting()
     with (
         deepspeed_without_gpu(),
@@ -258,14 +237,9 @@ Held = dict[str, int]
 """Bytes by kind: weights, gradients, optimizer; `all` counts every tensor that came since before the model."""
 
 
-def held_by(world_size: int, command_lines: list[list[str]]) -> list[list[Held]]:
-    """Return, for each `pretrain_bert.py ARGUMENTS`, the bytes that each rank holds in its second step."""
-    return _measured(world_size, command_lines, two_steps)
-
-
-def two_steps(config: Config) -> Held:
+def held_in_second_step(words: list[str]) -> Held:
     """Train two steps; in the second, the most that is held after any micro-batch's backward pass."""
-    config, loader, setup = _opened(config)
+    config, loader, setup = _opened(words)
     gc.collect()
     before = size(all_tensors())
     model = build_model(config.model, config.parallel.checkpoint_activations, config.objective)
@@ -373,13 +347,12 @@ STEP = 2
 class Fault(NamedTuple):
     """One flipped bit: what of (`activation`, `gradient` or a weight's name), on which rank, in which pass.
 
-    Pass 0 is the training's, pass 1 the replay's. Later steps of `again` have the same fault.
+    Pass 0 is the training's, pass 1 the replay's.
     """
 
     kind: str
     rank: int
     number: int = 0
-    again: int = 0
 
 
 class Seen(NamedTuple):
@@ -391,12 +364,8 @@ class Seen(NamedTuple):
     kept: bool
 
 
-def runs_with_faults(world_size: int, runs: list[tuple[list[str], Fault]]) -> list[list[Seen]]:
-    """Return what each rank saw of each run, `pretrain_bert.py ARGUMENTS` and its fault."""
-    return [[Seen(*seen) for seen in of_ranks] for of_ranks in of_each_run(world_size, runs, _train)]
-
-
-def _train(run: tuple[list[str], Fault]) -> Seen:
+def run_with_fault(run: tuple[list[str], Fault]) -> Seen:
+    """Train a command line with a fault and return what this rank saw."""
     allow_fp16_on_the_cpu()
     words, fault = run[0], Fault(*run[1])
     kept: list[bool] = []
@@ -419,7 +388,7 @@ def faulty(fault: Fault, kept: list[bool]) -> Callable[..., Any]:
 
     def step_with_fault(engine: Any, micro_batches: Any, setup: Any, step: int, *others: Any) -> Any:
         hook: Any = contextlib.nullcontext()
-        if STEP <= step <= STEP + fault.again and setup.ranks.rank == fault.rank:
+        if step == STEP and setup.ranks.rank == fault.rank:
             hook = flipped(engine.module, fault)
         before = weights_of(engine.module)
         try:
@@ -469,8 +438,3 @@ def flip(tensor: Tensor) -> Tensor:
     numbers = tensor.data.view(integers)
     numbers[(0,) * tensor.dim()] ^= 1 << bit
     return tensor
-
-
-def start_wrong(fault: Fault) -> None:
-    """Let this process's runs have a fault; for `before` of `start_ranks`."""
-    nonfinite.train_step = faulty(fault, [])

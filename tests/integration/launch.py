@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -317,4 +317,8 @@ def training_rows(folder: Path) -> list[dict[str, Any]]:
 
 def steps_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of training steps, without what depends on the clock."""
-    return [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in rows if "loss" in row]
+    return without_times(row for row in rows if "loss" in row)
+
+
+def without_times(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name not in OF_THE_MACHINE} for row in rows]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from megatron_ddrp import pretrain
 from megatron_ddrp.data.dataset.merging import shuffle
@@ -83,9 +84,10 @@ def test_a_host_may_keep_its_copy_of_the_data_elsewhere(flags: Flags, tiny_corpu
 
 
 def test_what_cannot_be_trained_is_refused_and_changes_nothing(
-    three_steps: Path, tiny_corpus: TinyCorpus, train: Train, tmp_path: Path
+    three_steps: Path, tiny_corpus: TinyCorpus, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row of each place that refuses; all others are in tests/unit."""
+    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: False)  # some new CPUs have it
     pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines(keepends=True)
     other, short = tmp_path / "other", tmp_path / "short"
     other.write_text("".join([*pieces, "unheard\n"]), encoding="utf-8")
@@ -106,6 +108,7 @@ def test_what_cannot_be_trained_is_refused_and_changes_nothing(
         ({"hidden_size": 33}, WRONG_ARGUMENTS, ("--hidden-size 33", "--num-attention-heads 4")),
         ({"hidden_sizes": 32}, WRONG_ARGUMENTS, ("--hidden-sizes", "did you mean --hidden-size?")),
         ({"global_batch_size": 10}, WRONG_ARGUMENTS, ("--global-batch-size is 10", "8 or 12")),
+        ({"fp16": True}, WRONG_ARGUMENTS, ("--fp16: there is no GPU here", instead_of_fp16())),
         ({"split": "90,-1"}, WRONG_ARGUMENTS, ("--split", "90,-1")),
         ({"data_path": None}, WRONG_ARGUMENTS, ("--data-path is missing",)),
         ({"vocab_file": ""}, WRONG_ARGUMENTS, ("--vocab-file: got '', expected some text",)),
@@ -129,32 +132,10 @@ def test_what_cannot_be_trained_is_refused_and_changes_nothing(
         assert not (tmp_path / "run").exists() and contents(three_steps) == before, changes
 
 
-def forbid_fp16_on_the_cpu() -> None:
-    """Make DeepSpeed refuse it as on most CPUs; those with AVX512-FP16 or AMX-FP16 have it."""
-    from deepspeed.accelerator import get_accelerator
-
-    type(get_accelerator()).is_fp16_supported = lambda self: False
-
-
-def test_fp16_on_a_cpu_without_it(flags: Flags, tmp_path: Path) -> None:
-    result = start_ranks(flags(save=tmp_path / "run", fp16=True), before=forbid_fp16_on_the_cpu)
-    assert_refused(result, WRONG_ARGUMENTS, "--fp16: there is no GPU here", instead_of_fp16())
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_model_that_memory_does_not_hold(world_size: int, flags: Flags) -> None:
     result = start_ranks(flags(hidden_size=10**8), world_size)
     assert_refused(result, FAILURE, "out of memory: DefaultCPUAllocator: can't allocate", "--hidden-size", "--dry-run")
-
-
-@pytest.mark.slow
-def test_ids_beyond_the_vocabulary_on_two_ranks(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
-    prefix = copied_dataset(tiny_corpus, tmp_path, ".bin", ".idx")  # no manifest that would tell sooner
-    pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines(keepends=True)
-    (tmp_path / "short.txt").write_text("".join(pieces[:300]), encoding="utf-8")
-    result = start_ranks(flags(data_path=prefix, vocab_file=tmp_path / "short.txt"), 2)
-    assert_refused(result, FAILURE, "token ids from", "300 pieces")
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -202,13 +183,8 @@ def test_a_damaged_checkpoint_that_is_the_only_one(run: Path, flags: Flags) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "exit_code"),
-    [({"hidden_size": 33}, WRONG_ARGUMENTS), ({"vocab_file": "nowhere.txt"}, FAILURE), ({"bogus": 1}, WRONG_ARGUMENTS)],
-    ids=["argument", "file", "flag"],
-)
-def test_two_ranks_say_it_once(changes: dict[str, Any], exit_code: int, flags: Flags) -> None:
-    assert_refused(start_ranks(flags(**changes), world_size=2), exit_code)
+def test_two_ranks_say_it_once(flags: Flags) -> None:
+    assert_refused(start_ranks(flags(bogus=1), 2), WRONG_ARGUMENTS, "--bogus")
 
 
 CASES, SEED = len({kind.label for kind in KINDS}), 0

@@ -6,6 +6,7 @@ import errno
 import gc
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import random
@@ -176,12 +177,15 @@ def test_an_error_about_a_checkpoint_reaches_the_caller_and_deletes_none(setting
     assert [row["iteration"] for row in pretrain(**own).rows] == [4, 5]
 
 
+EVENTS = ["on_start", "columns", "on_step", "on_validation", "on_checkpoint", "on_end"]
+ERRORS = [RuntimeError("cannot allocate my thing"), MemoryError("mine"), UserError("mine"), BrokenPipeError("mine")]
+
+
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("cannot allocate my thing"), MemoryError("mine"), UserError("mine"), BrokenPipeError("mine")],
-    ids=lambda error: type(error).__name__,
+    ("event", "error"),
+    [*zip(EVENTS, itertools.cycle(ERRORS), strict=False), *(("on_end", error) for error in ERRORS[2:])],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-@pytest.mark.parametrize("event", ["on_start", "columns", "on_step", "on_validation", "on_checkpoint", "on_end"])
 def test_an_error_of_a_callback_stays_its_own(event: str, error: Exception, settings: Settings, tmp_path: Path) -> None:
     own = callback(**{event: lambda *_: fail(error)})
     with pytest.raises(type(error)) as raised:
@@ -272,10 +276,7 @@ def with_columns(given: Any) -> Callback:
         *(({"callbacks": [Norm(name)]}, f"Norm.{NO_NAME}") for name in ("loss", 3)),
         ({"num_layrs": 2}, "did you mean --num-layers"),
         ({"num_layers": "two"}, "invalid int value"),
-        ({"num_layers": 0}, "--num-layers"),
-        ({"position_encoding": "dddrp"}, "did you mean ddrp"),
         ({"vocab_file": "nowhere.txt"}, "nowhere.txt"),
-        ({"num_attention_heads": 5}, "--num-attention-heads"),
         ({"texts": ["A text."]}, "texts and data_path exclude each other"),
         ({"save": b"run"}, "save=b'run': expected a text, a path, a number"),
         ({"lr": {1e-3}}, "lr={0.001}: expected a text"),

@@ -1,8 +1,8 @@
 """Gradients under tensor parallelism and their sums in bf16: each rank's are its part of those of one process.
 
 Losses say nothing here: after some steps a table whose gradient holds the other ranks' heads still gives equal losses.
-Four encodings of this file stand beside the registered ones: a table by head without a projection, as a bias of pairs
-as one of offsets, and as one that HCD does not compare, and one that is fixed, as a buffer and as a frozen parameter.
+An encoding of this file stands beside the registered ones: all that it has by head is fixed, as a buffer and as a
+frozen parameter.
 
 bf16 gradients are added up and reduced in fp32 in every layout: 16 micro-batches, two ranks. Each run proves it for
 some parameters: none is wrong in any layout, and a change of a tenth of one micro-batch's gradient ends the run, in the
@@ -12,7 +12,6 @@ rank that has it or in another.
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,136 +30,113 @@ from megatron_ddrp.parallel.pipeline import own_part
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.tensor_parallel import apply_sequence_parallel, apply_tensor_parallel
 from tests.integration.conftest import Flags
-from tests.integration.inside_engines import errors_by, proofs_by
-from tests.integration.training_runs import TIMEOUT, largest_differences, run_ranks, train_run, train_runs
+from tests.integration.inside_engines import Proved, error_of_first_step, of_each_run, proofs
+from tests.integration.training_runs import TIMEOUT, run_ranks, train_run
 from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config
 
 REACH = 3
 
 
-class ByHead(PositionEncoding):
-    """B[h,i,j] = table[clip(i − j), h]: learned by head, and no projection reads it."""
-
-    by_head = {"table": 1}
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        rows = torch.empty(2 * REACH + 1, config.num_attention_heads)
-        self.table = nn.Parameter(rows.normal_(std=config.init_method_std))
-
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        return (self.table[clipped(position_ids)].permute(2, 0, 1).unsqueeze(0),)
-
-    @staticmethod
-    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
-        return PositionTerms(config.head_dim**-0.5, bias=tensors[0])
-
-
-class ByOffset(ByHead):
-    """The same as `offset_bias`, which attention spreads over the pairs."""
-
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        return (self.table.T,)
-
-    @staticmethod
-    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
-        return PositionTerms(config.head_dim**-0.5, lowest=-REACH, highest=REACH, offset_bias=tensors[0])
-
-
-class Fixed(ByHead):
+class Fixed(PositionEncoding):
     """B[h,i,j] = gain · slopes[h] · |i − j| + table[clip(i − j), h]: one learned number, and all by head is fixed."""
 
     by_head = {"table": 1, "slopes": 0, "passing": 0}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.table.requires_grad_(False)
+        rows = torch.empty(2 * REACH + 1, config.num_attention_heads)
+        self.table = nn.Parameter(rows.normal_(std=config.init_method_std), requires_grad=False)
         self.gain = nn.Parameter(torch.ones(1))
         slopes = -(2.0 ** -torch.arange(1.0, config.num_attention_heads + 1))
         self.register_buffer("slopes", slopes)
         self.register_buffer("passing", slopes.clone(), persistent=False)
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        (bias,) = super().forward(position_ids)
         place = torch.arange(position_ids.shape[1])
-        distance = (place[:, None] - place).abs()
+        offset = place[:, None] - place  # [seq, seq]
+        table = self.table[offset.clamp(-REACH, REACH) + REACH].permute(2, 0, 1)  # [heads, seq, seq]
         slopes = (self.slopes + self.passing) / 2
-        return (bias + self.gain * slopes[:, None, None] * distance,)
-
-
-def clipped(position_ids: Tensor) -> Tensor:
-    """Row of i − j, `[seq, seq]`."""
-    place = torch.arange(position_ids.shape[1])
-    return (place[:, None] - place).clamp(-REACH, REACH) + REACH
-
-
-class NotCompared(ByOffset):
-    """The same, and HCD compares the logits without it."""
+        return ((table + self.gain * slopes[:, None, None] * offset.abs()).unsqueeze(0),)
 
     @staticmethod
     def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
-        return replace(ByOffset.terms(config, tensors), biases_compared=False)
-
-
-OWN = {"by-head": ByHead, "by-offset": ByOffset, "fixed": Fixed, "not-compared": NotCompared}
+        return PositionTerms(config.head_dim**-0.5, bias=tensors[0])
 
 
 def register_own() -> None:
-    """Make this file's encodings known to this process."""
-    ENCODINGS.update({name: f"{__name__}:{own.__name__}" for name, own in OWN.items()})
+    """Make this file's encoding known to this process."""
+    ENCODINGS["fixed"] = f"{__name__}:Fixed"
 
 
-CASES = [(name, table, {}) for name in (*ENCODINGS, *OWN) for table in ("shared", "per-layer")]
+CASES = [(name, table, {}) for name in (*ENCODINGS, "fixed") for table in ("shared", "per-layer")]
 LOCAL = {"local_attention": 4, "global_every": 2, "deberta_emd": True}
 CASES += [("absolute", "local", LOCAL), ("deberta-v2", "local", LOCAL)]
 NOTHING_LEARNED = [name for name in ENCODINGS if not list(encoding_class(name)(tiny_config()).parameters())]
 WAYS: dict[str, tuple[tuple[tuple[int, ...], ...], bool]] = {
     "sampled heads": (((0, 3), (1, 2)), False),
-    "all heads, parts of rows, recomputed": ((tuple(range(4)),) * 2, True),
+    "in parts": ((tuple(range(4)),) * 2, True),
 }
-"""Name → (HCD's heads by layer, whether the sequence is cut and layers are computed again)."""
+"""Name → (HCD's heads by layer, whether the sequence is cut and layers are computed again).
+
+A generator is compared in parts alone.
+"""
+
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "rtd": {"tcd_weight": 1.0, "hcd_weight": 0.01},
+    "head-disagreement": {"objective_options": ("value=0.5", "attention=0.1"), "tcd_weight": 1.0, "hcd_weight": 0.01},
+}
+"""Objective → its settings, beside MTH's two terms; tests/integration/test_layouts.py trains it in layouts."""
+OBJECTIVE_CASES = [("rtd", "ddrp"), ("head-disagreement", "ddrp"), ("head-disagreement", "t5")]
+"""(objective, encoding): tables that all heads share, and rows of single heads."""
 
 
 @pytest.mark.slow
 def test_each_rank_has_its_part_of_the_gradients_of_one_process_also_of_an_objective() -> None:
     reports = run_ranks(2, _compare, [[]], TIMEOUT)
-    for report, of_objectives in reports:
-        assert len(report) == len(CASES) * len(WAYS) * 2 and len(of_objectives) == len(OBJECTIVE_CASES) * 2
-        for case, (names, difference) in report.items():
+    for report in reports:
+        assert len(report) == len(CASES) * 3 + len(OBJECTIVE_CASES) * 2 + 1
+        for case, (names, sums, gradients) in report.items():
             assert names or case.split()[0] in NOTHING_LEARNED, case
-            assert difference < 1e-10, case
-        for case, (sums, gradients) in of_objectives.items():
             assert sums < 1e-12 and gradients < 1e-10, (case, sums, gradients)
-    positions = {name for names, _ in reports[0][0].values() for name in names}
+    positions = {name for names, _, _ in reports[0].values() for name in names}
     assert {"embeddings.position.table", "embeddings.position.gain", "layers.1.position.table"} <= positions
     assert {"generator.embeddings.position.table", "layers.0.layer_position.key.weight"} <= positions
 
 
-def _compare(_words: list[list[str]], _error: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _compare(_words: list[list[str]], _error: Path) -> dict[str, tuple[list[str], float, float]]:
+    """Case → position parameters that are trained, largest differences of a sum and of a gradient, by their norms."""
     register_own()
     ranks = place_in_grid(torch.device("cpu"), ParallelConfig(tensor_model_parallel_size=2))
-    return _compare_encodings(ranks), _compare_objectives(ranks)
+    electra, found = ObjectiveConfig(objective="electra", generator_size=0.5), {}
 
+    def compare(case: str, config: ModelConfig, objective: ObjectiveConfig | None, batch: Batch, *ways: str) -> None:
+        for way in ways:
+            sums, off, names = _differences(partial(_build, config, objective), batch, *WAYS[way], ranks)
+            names = [name for name in names if ".position." in name or "layer_position" in name]
+            found[f"{case}, {way}"] = (names, sums, off)
 
-def _compare_encodings(ranks: Ranks) -> dict[str, tuple[list[str], float]]:
-    """Case → (position parameters that are trained, the largest difference of any gradient, relative to its norm)."""
-    found = {}
     for encoding, name, options in CASES:
         table = "per-layer" if name == "per-layer" else "shared"
         settings = {"num_attention_heads": 4, "hidden_size": 16, "relative_table": table, "deberta_emd": False}
         config = tiny_config(position_encoding=encoding, **settings | options)
-        for objective in (None, ObjectiveConfig(objective="electra", generator_size=0.5)):
-            build = partial(_build, config, objective)
-            for way, (heads, cuts) in WAYS.items():
-                _, off, names = _differences(build, tiny_batch(), heads, cuts, ranks)
-                names = [name for name in names if ".position." in name or "layer_position" in name]
-                found[f"{encoding} {name}{' electra' * bool(objective)}, {way}"] = (names, off)
+        compare(f"{encoding} {name}", config, None, tiny_batch(), *WAYS)
+        compare(f"{encoding} {name} electra", config, electra, tiny_batch(), "in parts")
+    short = tiny_batch(lengths=(1, 1), seq=1)  # of which the second rank has no part
+    compare("ddrp, rows of one token", tiny_config(num_attention_heads=4, hidden_size=16), None, short, "in parts")
+    packed = packed_batch(tiny_batch(lengths=(7, 4, 5)), [[0, 2], [1]])
+    for name, encoding in OBJECTIVE_CASES:
+        config = tiny_config(num_attention_heads=4, hidden_size=16, seq_length=16, position_encoding=encoding)
+        compare(f"{encoding} {name}", config, ObjectiveConfig(objective=name, **OBJECTIVES[name]), packed, *WAYS)
     return found
 
 
 def _build(config: ModelConfig, objective: ObjectiveConfig | None) -> Encoder:
     torch.manual_seed(0)
-    return build_model(config, objective=objective).double()
+    model = build_model(config, objective=objective).double()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.2)  # what starts at 0 acts too
+    return model
 
 
 def _differences(
@@ -199,8 +175,7 @@ ZERO_3_OF_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 IN_PARTS = {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}
 ELECTRA = {"absolute_embedding": True, "objective": "electra", "generator_size": 0.5}
 MODELS: dict[str, dict[str, Any]] = {
-    "by-head": {"position_encoding": "by-head"},
-    "by-offset": {"position_encoding": "by-offset"},
+    "t5": {"position_encoding": "t5"},
     "fixed": {"position_encoding": "fixed", "relative_table": "per-layer"},
     "deberta": {"position_encoding": "deberta"},
     "deberta-v2": {"position_encoding": "deberta-v2", "deberta_emd": True},
@@ -208,17 +183,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
-        ("by-head", {"zero_stage": 1}),
-        ("by-offset", {"zero_stage": 1}),
+        ("t5", {"zero_stage": 1}),
         ("fixed", {"zero_stage": 2, "sequence_parallel": True, "checkpoint_activations": True}),
         ("deberta", IN_PARTS),
         ("tupe-r", {**IN_PARTS, "sequence_parallel": True}),
         ("deberta-v2", {**IN_PARTS, "sequence_parallel": True}),
         ("fixed", IN_PARTS),
-        ("by-head", {"zero_stage": 3}),
+        ("t5", {"zero_stage": 3}),
     ],
     4: [
-        ("fixed", {"zero_stage": 1, "load": "2-6"}),  # what another layout wrote, what is fixed included
+        ("fixed", {"zero_stage": 1, "load": "2-5"}),  # what another layout wrote, what is fixed included
         ("fixed", {"zero_stage": 0, "pipeline_model_parallel_size": 2}),
         ("deberta", {"zero_stage": 1, "pipeline_model_parallel_size": 2}),
         ("tupe-r", {"zero_stage": 1, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
@@ -274,69 +248,6 @@ def _assert_equal(folder: Path, reference: Path, case: str) -> None:
     assert all(torch.equal(weights[name], stored[name]) for name in fixed), case
 
 
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "rtd": {"tcd_weight": 1.0, "hcd_weight": 0.01},
-    "head-disagreement": {"objective_options": ("value=0.5", "attention=0.1"), "tcd_weight": 1.0, "hcd_weight": 0.01},
-}
-"""Objective → its settings, beside MTH's two terms where it has room for them."""
-OBJECTIVE_CASES = [("rtd", "ddrp"), ("head-disagreement", "ddrp"), ("head-disagreement", "t5")]
-"""(objective, encoding): tables that all heads share, and rows of single heads."""
-
-
-def _compare_objectives(ranks: Ranks) -> dict[str, tuple[float, float]]:
-    """Case → the largest differences of a sum and of a gradient to one process's, relative to the norm."""
-    found = {}
-    for name, encoding in OBJECTIVE_CASES:
-        config = tiny_config(num_attention_heads=4, hidden_size=16, seq_length=16, position_encoding=encoding)
-        build = partial(_build_objective, config, ObjectiveConfig(objective=name, **OBJECTIVES[name]))
-        batch = packed_batch(tiny_batch(lengths=(7, 4, 5)), [[0, 2], [1]])
-        for cuts in (False, True):
-            sums, off, _ = _differences(build, batch, ((0, 3), (1, 2)), cuts, ranks)
-            found[f"{name} {encoding}{' in parts' * cuts}"] = (sums, off)
-    return found
-
-
-def _build_objective(config: ModelConfig, objective: ObjectiveConfig) -> Encoder:
-    model = _build(config, objective)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.2)  # what starts at 0 acts too
-    return model
-
-
-OBJECTIVE_LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor 2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pipeline 2": {"pipeline_model_parallel_size": 2, "zero_stage": 0, "packing": True},
-    "ZeRO 2": {"zero_stage": 2, "checkpoint_activations": True},
-    "ZeRO 3": {"zero_stage": 3},
-}
-"""ZeRO 3 changes torch for good and comes last."""
-
-
-@pytest.mark.slow
-def test_objectives_in_every_layout_follow_one_process(flags: Flags, tmp_path: Path) -> None:
-    """Among them one that resumes what one process saved."""
-
-    def command_line(name: str, **layout: Any) -> list[str]:
-        settings = dict(OBJECTIVES[name])
-        options = settings.pop("objective_options", ())
-        words = flags(objective=name, micro_batch_size=2, train_iters=2, **settings, **layout)
-        return [*words, *(("--objective-options", *options) if options else ())]
-
-    lines = [command_line(name, zero_stage=0) for name in OBJECTIVES]
-    *whole, _ = train_runs(1, [*lines, command_line("rtd", zero_stage=0, exit_interval=1, save=tmp_path)])
-    expected = dict(zip(OBJECTIVES, whole, strict=True))
-    cases = [(layout, name) for layout in OBJECTIVE_LAYOUTS for name in OBJECTIVES]
-    resumed = command_line("rtd", **OBJECTIVE_LAYOUTS["tensor 2"], load=tmp_path)
-    again, *runs = train_runs(
-        2, [resumed, *(command_line(name, **OBJECTIVE_LAYOUTS[layout]) for layout, name in cases)]
-    )
-    assert len(again) == 1 and max(largest_differences(again, expected["rtd"][1:]).values()) < 5e-5
-    for (layout, name), rows in zip(cases, runs, strict=True):
-        differences = largest_differences(rows, expected[name])
-        assert {"lm_loss", "tcd_loss", "hcd_loss", "grad_norm"} <= differences.keys() and len(differences) > 5
-        assert max(differences.values()) < 5e-5, (name, layout, differences)
-
-
 SMALL = {"objective": "mlm", "position_encoding": "absolute", "seq_length": 16, "hidden_size": 16}
 TENSOR = {"tensor_model_parallel_size": 2}
 RUN = SMALL | {"bf16": True, "micro_batch_size": 1, "global_batch_size": 16}
@@ -360,7 +271,7 @@ def test_the_sum_of_16_micro_batches_has_fp32s_rounding_and_not_bf16s(flags: Fla
     command_lines = []
     for number, (layout, settings) in enumerate(SUMMED.values()):
         command_lines.append(flags(**RUN | layout, deepspeed_config=file_of(settings, tmp_path / f"{number}.json")))
-    errors = dict(zip(SUMMED, map(max, errors_by(2, command_lines)), strict=True))
+    errors = dict(zip(SUMMED, map(max, of_each_run(2, command_lines, error_of_first_step)), strict=True))
     in_bf16 = errors.pop("in bf16")
     assert max(errors.values()) < 1e-6 < 1e-3 < in_bf16, (errors, in_bf16)
 
@@ -394,7 +305,8 @@ def test_a_changed_gradient_ends_the_run_in_every_layout(flags: Flags, tmp_path:
     for number, (layout, settings, changed) in enumerate(PROVED.values()):
         file = file_of(settings, tmp_path / f"{number}.json")
         runs.append((flags(**RUN | layout, deepspeed_config=file), changed))
-    for (name, (*_, changed)), ranks in zip(PROVED.items(), proofs_by(2, runs), strict=True):
+    for (name, (*_, changed)), found in zip(PROVED.items(), of_each_run(2, runs, proofs), strict=True):
+        ranks = [Proved(*proved) for proved in found]
         errors, lines = {proved.error for proved in ranks}, [proved.lines for proved in ranks]
         if not changed:
             assert errors == {""} and lines[0][0].startswith(

@@ -176,7 +176,7 @@ def test_a_save_folder_that_hosts_do_not_share(hosts: tuple[Host, Host], flags: 
 
 BIN = Path(sys.executable).parent
 PATH = f"{BIN}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-LONG_RUN = {"train_iters": 60, "save_interval": 4, "keep_last": 2, "distributed_timeout_minutes": 0.5}
+LONG_RUN = {"train_iters": 60, "save_interval": 4, "keep_last": 2, "distributed_timeout_minutes": 0.3}
 STEPS_BEFORE_DEATH = 6
 
 

@@ -4,39 +4,32 @@ Everything else is tested without them, faster.
 """
 
 import base64
-import fcntl
 import importlib
 import json
 import os
-import pty
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
-import termios
 import zipfile
 from collections.abc import Callable
 from email.parser import HeaderParser
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from megatron_ddrp import __main__, __version__
-from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.commands import COMMANDS, pretrain
 from megatron_ddrp.commands.functions import as_command
 from megatron_ddrp.commands.pretrain import read_arguments
-from megatron_ddrp.data.points import VARIABLE
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.train import train
 from tests.conftest import Ended, TinyCorpus, documents
 from tests.integration.conftest import TINY, Flags
-from tests.integration.launch import ROOT, SCRIPT, TIMEOUT, Hold, environment, free_port, run_command, start_ranks
+from tests.integration.launch import ROOT, SCRIPT, TIMEOUT, free_port, run_command, start_ranks
 from tests.integration.test_run_folder import COMPLETE, assert_complete
 
 BIN = Path(sys.executable).parent
@@ -44,99 +37,33 @@ PATH = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
 """A user's, with the environment active: the launchers start `python` by name."""
 
 
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-"""Open MPI's, for two processes."""
-
-
 def launchers() -> dict[str, list[str]]:
-    """A command line each, up to the script."""
+    """A command line each for two ranks, up to the script; tests/integration/test_run_folder.py trains on one."""
     torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", "-x", "MASTER_ADDR=127.0.0.1"]
     return {
-        "python": [sys.executable],
-        "deepspeed": [str(BIN / "deepspeed"), "--master_port", str(free_port())],
-        "deepspeed-2": [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())],
-        "torchrun-2": [*torchrun, "--master-port", str(free_port())],
-        "mpirun-2": [*MPIRUN, "-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={free_port()}", sys.executable],
+        "deepspeed": [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())],
+        "torchrun": [*torchrun, "--master-port", str(free_port())],
+        "mpirun": [*mpirun, "-x", f"MASTER_PORT={free_port()}", sys.executable],
     }
-
-
-def skip_without_mpirun() -> None:
-    if not shutil.which("mpirun", path=PATH):
-        pytest.skip("needs Open MPI's mpirun")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", launchers())
 def test_every_launcher_trains(launcher: str, tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
-    if launcher.startswith("mpirun"):
-        skip_without_mpirun()
+    if launcher == "mpirun" and not shutil.which("mpirun", path=PATH):
+        pytest.skip("needs Open MPI's mpirun")
     ended = run_command([*launchers()[launcher], SCRIPT, *flags(save=tmp_path, **COMPLETE)], PATH=PATH)
     assert ended.returncode == 0, ended.stderr
     assert_complete(tmp_path, tiny_corpus)
     assert ended.stdout.count("step 5/5 | loss") == 1
-    ranks = 2 if launcher.endswith("-2") else 1
-    assert f"layout: {ranks} rank{'s' * (ranks > 1)} on cpu" in ended.stdout
-    assert "Traceback" not in ended.stderr
+    assert "layout: 2 ranks on cpu" in ended.stdout and "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow
-def test_a_mistake_is_one_line_of_ours(flags: Flags) -> None:
-    """The launcher adds lines of its own."""
-    arguments = flags(vocab_file="nowhere.txt")
-    alone = start_ranks(arguments, None)
-    assert alone.exit_codes == [1]
-    (line,) = alone.stderr[0].splitlines()
-    launched = run_command([*launchers()["deepspeed-2"], SCRIPT, *arguments], PATH=PATH)
-    assert launched.returncode == 1
-    assert launched.stderr.count(line) == 1
-    assert "Traceback" not in launched.stderr
-
-
-@pytest.mark.slow
-def test_ranks_save_when_the_terminal_of_deepspeed_closes(flags: Flags, tmp_path: Path) -> None:
-    """The terminal's end kills `deepspeed` and its launcher of ranks, and takes the ranks' output away."""
-
-    def take_the_terminal() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run by nohup
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    hold, save = Hold(tmp_path / "pipe"), tmp_path / "run"
-    ours, theirs = pty.openpty()
-    variables = environment() | {"PATH": PATH, VARIABLE: f"step.logged={hold.action}@3"}
-    command = [*launchers()["deepspeed-2"], SCRIPT, *flags(save=save)]
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    deepspeed = subprocess.Popen(
-        command, **streams, env=variables, start_new_session=True, preexec_fn=take_the_terminal
-    )
-    os.close(theirs)
-    ended = os.pidfd_open(deepspeed.pid)
-    ranks = [os.pidfd_open(hold.next_process(ended)) for _ in range(2)]
-    os.close(ours)
-    assert deepspeed.wait(TIMEOUT) == -signal.SIGHUP
-    hold.release()
-    assert all(wait([rank], TIMEOUT) for rank in ranks)
-    assert (save / "exit_code").read_text() == "75\n"
-    assert newest(save) == save / "iter_0000003"
-
-
-@pytest.mark.slow
-def test_mpirun_without_a_place_to_meet_is_refused(flags: Flags) -> None:
-    skip_without_mpirun()
-    ended = run_command([*MPIRUN, sys.executable, SCRIPT, *flags()], PATH=PATH)
-    assert ended.returncode == 1
-    assert "error: mpirun started 2 processes" in ended.stderr
-    assert "export MASTER_ADDR and MASTER_PORT before it (mpirun passes them on by -x)" in ended.stderr
-
-
-def test_help_teaches_by_concern_and_lists_each_command_with_a_line(run_tool: Callable[..., Ended]) -> None:
+def test_help_is_not_too_wide_and_lists_each_command_with_a_line(run_tool: Callable[..., Ended]) -> None:
+    """tests/unit/test_arguments.py reads the help of `pretrain`."""
     ended = run_tool(pretrain, "--help")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    concerns = ("Run", "Model", "Objective", "Data", "Training", "Optimizer", "Scale", "Checkpoints", "Logging")
-    places = [ended.stdout.index(f"\n{concern}:\n") for concern in concerns]
-    assert places == sorted(places)
-    for name in ("--position-encoding", "--tcd-weight", "--zero-stage", "--keep-last", "--dry-run", "example:"):
-        assert name in ended.stdout
-    assert max(map(len, ended.stdout.splitlines())) <= 120
+    assert (ended.returncode, ended.stderr) == (0, "") and max(map(len, ended.stdout.splitlines())) <= 120
     shown = run_tool(__main__, "--help").stdout
     assert all(f"  {name} " in shown and command.summary in shown for name, command in COMMANDS.items())
 
@@ -208,16 +135,11 @@ def test_the_main_job_runs_from_the_wheel(
 ) -> None:
     assert command("megatron-ddrp", "--version") == f"megatron-ddrp {__version__}\n"
     assert str(package.site) in command("python", "-c", "import megatron_ddrp; print(megatron_ddrp.__file__)")
-    text = tiny_corpus.text_file
-    printed = command("megatron-ddrp", "train-tokenizer", "--input", text, "--vocab-size", 300, "--output", "vocab.txt")
-    assert "next: megatron-ddrp preprocess" in printed
-    data = ("--vocab-file", "vocab.txt", "--tokenizer-type", "BertWordPieceLowerCase")
-    command("megatron-ddrp", "preprocess", "--input", text, "--output-prefix", "corpus", *data)
+    data = ("--data-path", tiny_corpus.prefix, "--vocab-file", tiny_corpus.vocab_file)
     size = ("--num-layers", 1, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 32)
     batch = ("--micro-batch-size", 2, "--global-batch-size", 4, "--train-iters", 2, "--eval-iters", 1)
-    run = ("--data-path", "corpus_text_document", *data, *size, *batch, "--save", "run", "--load", "run")
     launcher = ("deepspeed", "--num_accelerators", "2", "--master_port", free_port(), "--module", "megatron_ddrp")
-    assert "layout: 2 ranks" in command(*launcher, "pretrain", *run)
+    assert "layout: 2 ranks" in command(*launcher, "pretrain", *data, *size, *batch, "--save", "run")
     command("megatron-ddrp", "convert", "--load", "run", "--output", "hf")
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 

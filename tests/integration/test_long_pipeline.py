@@ -58,7 +58,7 @@ def _times_kept(command_lines: list[list[str]], _: Path) -> int:
     return len(engines[0].timers("train_batch").event_timers)
 
 
-SHORT_TIMEOUT, MEETINGS = 8.0, 6
+SHORT_TIMEOUT, MEETINGS = 4.0, 6
 
 
 @pytest.mark.slow

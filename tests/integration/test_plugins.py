@@ -5,7 +5,6 @@ and nothing else had to be touched for it.
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,14 @@ import torch
 
 from megatron_ddrp import convert, finetune, pretrain, report
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.commands.functions import given_words
-from megatron_ddrp.config import load_plugin
 from megatron_ddrp.config.registry import PLUGINS, TABLES, plugins_forgotten_after
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.run.metrics import read_rows
 from tests.conftest import TinyCorpus
 from tests.integration.conftest import TINY, Flags, Told, Train
-from tests.integration.launch import ROOT, run_command, start_ranks
+from tests.integration.launch import ROOT, start_ranks
 from tests.integration.test_functions import hashes
 from tests.refusals import refused, wrong_arguments
 
@@ -32,24 +29,8 @@ FILES = [Path(__file__).with_name(name) for name in ("plugin_encoding.py", "plug
 VALIDATION = {"eval_interval": 5, "eval_iters": 1, "save_interval": 5}
 
 
-LOADS = """
-import json, sys
-class Nothing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "megatron_ddrp":
-            raise ImportError("an exported folder stands alone")
-sys.meta_path.insert(0, Nothing())
-import torch
-from transformers import AutoModelForMaskedLM
-model = AutoModelForMaskedLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
-ids = torch.arange(5, 25).view(2, 10)
-with torch.no_grad():
-    print(json.dumps(model(input_ids=ids, output_hidden_states=True).hidden_states[-1].tolist()))
-"""
-
-
 @pytest.mark.slow
-def test_it_trains_alike_in_every_layout_is_recorded_exported_and_loaded_alone(
+def test_it_trains_alike_in_every_layout_is_recorded_and_exported(
     train: Train, told: Told, flags: Flags, tmp_path: Path
 ) -> None:
     plugins = tuple(tmp_path / f"my_{file.name}" for file in FILES)  # in a folder of the user's
@@ -76,16 +57,7 @@ def test_it_trains_alike_in_every_layout_is_recorded_exported_and_loaded_alone(
     for given, words in (({}, "unknown: "), (chosen, "slopes + counting")):
         report(load=one, output_dir=tmp_path / "report", **given)
         assert words in (tmp_path / "report" / "report.md").read_text()
-    convert(load=one, output=exported, **chosen)
-    loaded = run_command([sys.executable, "-c", LOADS, exported])
-    assert loaded.returncode == 0, loaded.stderr
-    theirs, ids = torch.tensor(json.loads(loaded.stdout.splitlines()[-1])), torch.arange(5, 25).view(2, 10)
-    with torch.no_grad(), plugins_forgotten_after():
-        for file in plugins:
-            load_plugin(file)
-        model, _, _ = load_model(one)
-        ours = model.eval().encode(ids, ids * 0, ids * 0 + 1, torch.arange(10).expand(2, -1))
-    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+    convert(load=one, output=exported, **chosen)  # tests/unit/conversion/test_model_code.py loads such a folder alone
 
 
 Settings = dict[str, Any]

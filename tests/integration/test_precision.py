@@ -22,9 +22,8 @@ from megatron_ddrp.model import on_meta_device
 from tests.conftest import TinyCorpus
 from tests.datasets import wordpiece_job
 from tests.integration.conftest import Flags, Train
-from tests.integration.inside_engines import Waits, held_by, scaling, waits_of
+from tests.integration.inside_engines import Waits, held_in_second_step, of_each_run, scaling, waits_of_step
 from tests.integration.launch import start_ranks, steps_of, training_rows
-from tests.integration.test_faults import poisoned
 from tests.integration.test_layout_changes import tensors
 from tests.integration.training_runs import train_runs
 from tests.refusals import refused
@@ -128,19 +127,16 @@ def test_an_overflow_at_the_smallest_loss_scale_counts_as_not_finite(fp16: None,
     refused("2 steps in a row .*resume from the last checkpoint", train, **run, train_iters=6, save=tmp_path / "run")
 
 
-@pytest.mark.parametrize(("position_encoding", "highest"), [("absolute", 3.2), ("ddrp", 4.3)])
-def test_a_small_corpus_is_learnt_by_heart(
-    position_encoding: str, highest: float, tiny_corpus: TinyCorpus, train: Train, tmp_path: Path
-) -> None:
+def test_a_small_corpus_is_learnt_by_heart(tiny_corpus: TinyCorpus, train: Train, tmp_path: Path) -> None:
     text = tmp_path / "few.jsonl"
     lines = tiny_corpus.text_file.read_text(encoding="utf-8").splitlines(keepends=True)
     text.write_text("".join(lines[:2]), encoding="utf-8")
     config = wordpiece_job(tiny_corpus.vocab_file, tmp_path / "few", text)
     changes = {"data_path": preprocess(config).prefixes[0], "split": "1,0,0", "train_iters": 100, "lr": 1e-2}
-    changes |= {"position_encoding": position_encoding, "global_batch_size": 16, "micro_batch_size": 16}
+    changes |= {"position_encoding": "ddrp", "global_batch_size": 16, "micro_batch_size": 16}
     rows = losses(train(**changes).rows)
     assert rows[0] > 6
-    assert sum(rows[-10:]) / 10 < highest
+    assert sum(rows[-10:]) / 10 < 4.3
 
 
 DROPOUT_RUN = {"train_iters": 4, "hidden_dropout": 0.1}
@@ -163,8 +159,6 @@ def losses_and_norms(rows: list[dict[str, Any]]) -> list[float]:
         (1, ["offload_optimizer"], {"bf16": True}),
         (2, ["offload_optimizer"], {}),
         (3, ["offload_optimizer", "offload_param"], {}),
-        pytest.param(1, ["offload_optimizer"], {}, marks=pytest.mark.slow),
-        pytest.param(2, ["offload_optimizer"], {"bf16": True}, marks=pytest.mark.slow),
         pytest.param(3, ["offload_optimizer"], {"bf16": True}, marks=pytest.mark.slow),
     ],
 )
@@ -179,21 +173,6 @@ def test_offload_changes_no_loss_and_resumes_exactly(
     expected, resumed, held = (tensors(tmp_path / name / "iter_0000004") for name in ("whole", "parts", "plain"))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
     assert all(torch.allclose(held[name], tensor, atol=1e-5) for name, tensor in expected.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "bf16"), [(1, False), (2, False), (2, True), (3, False)])
-def test_offload_on_two_ranks_skips_what_is_not_finite(stage: int, bf16: bool, flags: Flags, tmp_path: Path) -> None:
-    common = {**DROPOUT_RUN, "zero_stage": stage, "save_interval": 1, "bf16": bf16}
-    spoiled = poisoned((3,), "output")
-    start_ranks(flags(save=tmp_path / "plain", **common), 2, before=spoiled).check()
-    common["deepspeed_config"] = offload(tmp_path, "offload_optimizer")
-    start_ranks(flags(save=tmp_path / "offload", **common), 2, before=spoiled).check()
-    rows = [[row["loss"] for row in training_rows(tmp_path / name)] for name in ("plain", "offload")]
-    assert rows[0][2] is rows[1][2] is None
-    assert rows[1][:2] + rows[1][3:] == pytest.approx(rows[0][:2] + rows[0][3:], rel=1e-6)
-    before, after = (tensors(tmp_path / "offload" / f"iter_000000{step}") for step in (2, 3))
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.slow
@@ -243,7 +222,8 @@ def test_estimates_are_within_a_tenth_of_what_engines_hold(flags: Flags, tmp_pat
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": BUFFERS}))
     given = LARGER | {"deepspeed_config": tmp_path / "ds.json"}
     command_lines = [flags(**given | layout) for layout in MEMORY_LAYOUTS.values()]
-    for name, words, ranks in zip(MEMORY_LAYOUTS, command_lines, held_by(2, command_lines), strict=True):
+    held_by_ranks = of_each_run(2, command_lines, held_in_second_step)
+    for name, words, ranks in zip(MEMORY_LAYOUTS, command_lines, held_by_ranks, strict=True):
         expected = estimates(parse_arguments(words).config, 2)
         for rank, (held, memory) in enumerate(zip(ranks, expected, strict=True)):
             for kind in ("weights", "gradients", "optimizer"):
@@ -288,8 +268,8 @@ def test_waits_of_a_step(world_size: int, flags: Flags, tmp_path: Path) -> None:
         path.write_text(json.dumps(from_file))
         batch = {"global_batch_size": MICRO_BATCHES * world_size}
         command_lines.append(flags(**settings | batch, deepspeed_config=path if from_file else None))
-    waits = dict(zip(cases, waits_of(world_size, command_lines), strict=True))
-    assert waits == {name: case[3] for name, case in cases.items()}
+    waits = [of_ranks[0] for of_ranks in of_each_run(world_size, command_lines, waits_of_step)]
+    assert dict(zip(cases, waits, strict=True)) == {name: case[3] for name, case in cases.items()}
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """What a run reads and leaves: YAML, imported weights, metrics, similarities, profiles, checkpoints kept, validation,
-TensorBoard, whole weights.
+TensorBoard.
 """
 
 import gzip
@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,15 +19,15 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import load_tokenizer
 from megatron_ddrp.errors import FAILURE
-from megatron_ddrp.model.embeddings import document_mask, token_cosine
+from megatron_ddrp.model.embeddings import document_mask
 from megatron_ddrp.model.stages import Draws
 from tests.conftest import TinyCorpus
 from tests.datasets import wordpiece_job
 from tests.integration.conftest import TINY, Flags, Told, Train
-from tests.integration.launch import OF_THE_MACHINE, read_rows, start_ranks, steps_of, training_rows
+from tests.integration.launch import read_rows, start_ranks, steps_of, without_times
 from tests.integration.test_bad_input import contents
 from tests.refusals import refused
-from tests.unit.model.tiny import encode, named_sums
+from tests.unit.model.tiny import named_sums
 
 COMPILER = "torch._inductor.compile_fx"
 
@@ -117,30 +116,6 @@ def test_validation_depends_on_the_weights_alone(train: Train, flags: Flags, tmp
     assert first["lm_loss"] != second["lm_loss"]
 
 
-def validation_loss(folder: Path) -> float:
-    """The masked-LM loss of the held-out split by `load_model` and nothing of the engine."""
-    model, tokenizer, config = load_model(folder)
-    assert tokenizer.vocab_size == config.model.vocab_size
-    loader = Corpus.open(config).loader("valid", 0, 1)
-    loss_sum, predicted = 0.0, 0
-    with torch.no_grad():
-        for step in range(config.logging.eval_iters):
-            for arrays in loader.step(step * config.training.global_batch_size):
-                batch = arrays.map(torch.from_numpy)
-                draws = Draws.none(len(batch.input_ids), config.model.num_layers)
-                loss_sum += float(named_sums(model, batch, draws)["lm_loss"])
-                predicted += int((batch.labels != IGNORED_LABEL).sum())
-    return loss_sum / predicted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_saved_weights_are_those_of_the_engine(zero_stage: int, flags: Flags, tmp_path: Path) -> None:
-    arguments = flags(save=tmp_path, zero_stage=zero_stage, eval_interval=5, eval_iters=3, lr=1e-2)
-    start_ranks(arguments, world_size=2).check()
-    assert validation_loss(tmp_path) == pytest.approx(valid_losses(tmp_path)[-1], rel=1e-5)
-
-
 def test_tensorboard_has_the_rows(train: Train, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     rows = train(tensorboard_dir=tmp_path / "board", eval_interval=5, eval_iters=1).rows
@@ -151,18 +126,11 @@ def test_tensorboard_has_the_rows(train: Train, tmp_path: Path) -> None:
     assert [event.step for event in board.Scalars("valid_lm_loss")] == [5]
 
 
-@pytest.mark.parametrize(
-    ("changes", "positions"),
-    [({}, (3 + 8) * 8), ({"relative_table": "per-layer"}, 2 * (3 + 8) * 8), ({"position_encoding": "absolute"}, 1024)],
-    ids=["shared", "per-layer", "absolute"],
-)
-def test_dry_run_counts_and_writes_nothing(changes: dict[str, str], positions: int, told: Told, tmp_path: Path) -> None:
-    said = told(save=tmp_path / "run", tensorboard_dir=tmp_path / "board", dry_run=True, **changes)
+def test_a_dry_run_writes_nothing_and_counts_as_the_run_does(told: Told, tmp_path: Path) -> None:
+    said = told(save=tmp_path / "run", tensorboard_dir=tmp_path / "board", dry_run=True)
     summary = json.loads(said.splitlines()[-1])
-    assert (summary["position_parameters"], summary["tokens_per_step"]) == (positions, 8 * 32)
-    assert summary["memory_per_rank_bytes"] > 16 * summary["parameters"]
-    assert not list(tmp_path.iterdir())
-    assert f"{summary['parameters']:,} parameters ({positions:,} of positions)" in told(train_iters=1, **changes)
+    assert not list(tmp_path.iterdir()) and summary["position_parameters"] == (3 + 8) * 8
+    assert f"{summary['parameters']:,} parameters ({(3 + 8) * 8} of positions)" in told(train_iters=1)
 
 
 ONE_VALIDATION = {"train_iters": 2, "eval_interval": 2, "eval_iters": 1, "objective": "mlm"}
@@ -179,35 +147,27 @@ def test_similarity_is_logged_and_changes_no_step(told: Told, train: Train, tmp_
     assert f"f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}" in lines
     model, _, config = load_model(tmp_path / "with")
     heads = torch.arange(4).expand(config.model.num_layers, -1)
-    tokens, heads_alike, count = 0.0, 0.0, 0
+    tokens, heads_alike, count, lm_loss, predicted = 0.0, 0.0, 0, 0.0, 0
     for arrays in Corpus.open(config).loader("valid", 0, 1).step(0):
         batch = arrays.map(torch.from_numpy)
         sums = named_sums(model, batch, Draws(document_mask(batch.document_ids, 1).long(), heads))
         tokens += sums["tcd_loss"].item()
         heads_alike += sums["hcd_loss"].item()
+        lm_loss += sums["lm_loss"].item()
+        predicted += int((batch.labels != IGNORED_LABEL).sum())
         count += len(batch.input_ids)
+    assert row["valid_lm_loss"] == pytest.approx(lm_loss / predicted, rel=1e-5)
     assert row["token_similarity"] == pytest.approx(tokens / count, rel=1e-5)
     assert row["head_similarity"] == pytest.approx(heads_alike / count, rel=1e-4, abs=1e-6)
 
 
-def test_squared_cosines_are_trained_on_but_not_logged(train: Train, tmp_path: Path) -> None:
-    squares = {"tcd_squared": True, "tcd_weight": 1.0, "tcd_tokens": 0}
-    first, *_, last = train(save=tmp_path, log_similarity=True, **squares, **ONE_VALIDATION).rows
-    assert 0 <= first["tcd_loss"] <= 1 and first["loss"] == pytest.approx(first["lm_loss"] + first["tcd_loss"])
-    model, _, config = load_model(tmp_path)
-    similarity, squared, count = 0.0, 0.0, 0
-    for arrays in Corpus.open(config).loader("valid", 0, 1).step(0):
-        batch = arrays.map(torch.from_numpy)
-        documents = document_mask(batch.document_ids, 1).long()
-        hidden = encode(model.eval(), batch)
-        similarity += token_cosine(hidden, documents).sum().item()
-        squared += token_cosine(hidden, documents, squared=True).sum().item()
-        count += len(batch.input_ids)
-        draws = Draws(documents, torch.empty(config.model.num_layers, 0, dtype=torch.long))
-        sums = named_sums(model.train(), batch, draws)
-        torch.testing.assert_close(sums["tcd_loss"], token_cosine(hidden, documents, squared=True).sum())
-    assert last["token_similarity"] == pytest.approx(similarity / count, rel=1e-5)
-    assert abs(similarity - squared) > 0.01 * count
+def test_squared_cosines_are_trained_on_but_not_logged(train: Train) -> None:
+    still = ONE_VALIDATION | {"lr": 0.0, "tcd_weight": 1.0, "tcd_tokens": 0, "log_similarity": True}
+    cosines, squares = (train(**still, tcd_squared=kind).rows for kind in (False, True))
+    first = squares[0]
+    assert 0 <= first["tcd_loss"] < cosines[0]["tcd_loss"] - 0.01
+    assert first["loss"] == pytest.approx(first["lm_loss"] + first["tcd_loss"])
+    assert squares[-1]["token_similarity"] == cosines[-1]["token_similarity"]
 
 
 PROFILED = {"objective": "mlm", "train_iters": 6, "eval_interval": 0, "log_interval": 1}
@@ -220,14 +180,10 @@ def losses_in(trace: Path) -> int:
     return sum(event["name"] == "aten::_log_softmax" for event in events if event.get("ph") == "X")
 
 
-def results_of(folder: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key not in OF_THE_MACHINE} for row in read_rows(folder)]
-
-
 def test_the_first_replica_profiles_the_steps_asked_for_and_no_number_changes(flags, tmp_path: Path) -> None:
     done = start_ranks(flags(save=tmp_path / "with", **PROFILED, **WINDOW), world_size=2).check()
     start_ranks(flags(save=tmp_path / "without", **PROFILED), world_size=2).check()
-    assert results_of(tmp_path / "with") == results_of(tmp_path / "without")
+    assert without_times(read_rows(tmp_path / "with")) == without_times(read_rows(tmp_path / "without"))
     folder = tmp_path / "with" / "profile"
     assert sorted(path.name for path in folder.iterdir()) == ["steps-3-4-rank-0.json.gz", "steps-3-4-rank-0.txt"]
     table = (folder / "steps-3-4-rank-0.txt").read_text(encoding="utf-8").splitlines()
@@ -263,9 +219,6 @@ def test_a_profile_that_cannot_be_written_or_made_is_told_and_the_run_goes_on(to
     assert line in told(save=tmp_path / "short", profile=True, **PROFILED)
 
 
-LEARNING_RATE = 1e-4
-
-
 @pytest.fixture(scope="module")
 def imported(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random BERT of the tiny size, brought here from a Hugging Face folder: read only."""
@@ -283,30 +236,17 @@ def imported(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) 
     return import_folder(folder / "hf", folder / "start").output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_training_goes_on_from_imported_weights(zero_stage: int, imported: Path, flags: Flags, tmp_path: Path) -> None:
-    before = contents(imported)
-    settings = {"position_encoding": "absolute", "relative_distance": 64, "zero_stage": zero_stage}
-    common = {**settings, "load": imported, "save": tmp_path / "run", "train_iters": 2, "lr": LEARNING_RATE}
-    result = start_ranks(flags(**common, weight_decay=0.0), world_size=2).check()
-    assert f"weights from {imported / 'iter_0000000'}, optimizer fresh" in result.stdout[0]
-    assert [row["iteration"] for row in training_rows(tmp_path / "run")] == [1, 2]
-    assert contents(imported) == before
-    (start, _, _), (end, _, _) = load_model(imported), load_model(tmp_path / "run")
-    moved = {name: (end.get_parameter(name) - weight).abs().max() for name, weight in start.named_parameters()}
-    assert max(moved.values()) < 2.5 * LEARNING_RATE, "other weights than the imported ones were trained"
-    assert all(change > 0 for name, change in moved.items() if not name.endswith("attention.key.bias"))
-    assert read_state(tmp_path / "run" / "iter_0000002")["started_from"] == "start/iter_0000000"
-
-
 LIKE_THE_IMPORT = {"position_encoding": "absolute", "relative_distance": 64, "train_iters": 2}
 
 
 @pytest.mark.slow
-def test_a_resumed_run_remembers_the_import_that_it_started_from(imported: Path, train: Train, tmp_path: Path) -> None:
-    run, branch = tmp_path / "run", tmp_path / "branch"
-    train(**LIKE_THE_IMPORT, save=run, load=imported, exit_interval=1)
+def test_a_resumed_run_remembers_the_import_that_it_started_from(
+    imported: Path, train: Train, told: Told, tmp_path: Path
+) -> None:
+    """tests/integration/test_new_head.py trains imported weights in every layout."""
+    run, branch, before = tmp_path / "run", tmp_path / "branch", contents(imported)
+    said = told(**LIKE_THE_IMPORT, save=run, load=imported, exit_interval=1)
+    assert f"weights from {imported / 'iter_0000000'}, optimizer fresh" in said and contents(imported) == before
     train(**LIKE_THE_IMPORT, save=run, load=run)
     state = read_state(run / "iter_0000002")
     assert (state["started_from"], state["origin"]["name"]) == ("start/iter_0000000", "hf")

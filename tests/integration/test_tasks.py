@@ -21,7 +21,7 @@ from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS
-from tests.integration.launch import ROOT, Hold, Result, armed, fork_jobs, run_command, start_ranks
+from tests.integration.launch import ROOT, Hold, Result, armed, fork_jobs, start_ranks
 from tests.refusals import refused
 from tests.unit.conversion.conftest import WORDS, write_checkpoint
 
@@ -145,11 +145,10 @@ def test_bad_data_on_ranks_is_told_once(folder, tmp_path):
     for name in ("train", "dev"):
         text = (folder / "data" / "CoLA" / f"{name}.tsv").read_text()
         (tmp_path / "data" / "CoLA" / f"{name}.tsv").write_text(text.replace("\t1\t", "\t7\t", 1))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     words = command(folder, tmp_path / "out", "--data-dir", str(tmp_path / "data"), "--tasks", "CoLA")
-    result = run_command([*launcher, sys.executable, "-m", "tasks.glue", *words], PYTHONPATH=str(ROOT))
-    assert result.returncode != 0
-    assert result.stderr.count("label '7', expected one of 0, 1") == 1
+    result = start_ranks(words, 2, program="tasks.glue")
+    assert 0 not in result.exit_codes
+    assert "".join(result.stderr).count("label '7', expected one of 0, 1") == 1
     assert not (tmp_path / "out" / "runs.jsonl").exists()
 
 

@@ -151,11 +151,6 @@ def _rank(rank: int, variables: dict[str, str], work: Work, command_lines: list[
         os._exit(1)
 
 
-def without_times(rows: Rows) -> Rows:
-    timed = ("step_time", "tokens_per_second", "peak_memory_gib")
-    return [{name: value for name, value in row.items() if name not in timed} for row in rows]
-
-
 def largest_differences(rows: Rows, reference: Rows) -> dict[str, float]:
     """For each loss and the gradient norm, the largest relative difference over the steps."""
     differences: dict[str, float] = {}

@@ -108,34 +108,26 @@ def test_logits_equal_the_contract_formula(kind):
     assert_same(attention_logits(query, key, terms), loop_logits(query, key, terms), [*inputs[:2], *inputs[3:]])
 
 
-@pytest.mark.parametrize("heads", [[], [0, 2], [1, 2], [0, 1, 2]], ids=str)
+TWO_BLOCKS = 2 * HEADS * SEQ**2
+TILED = [
+    *((None, False, SEQ, 0, TWO_BLOCKS), (None, False, SEQ, SEQ, TWO_BLOCKS), (None, False, 3, 0, 1)),
+    *((None, False, 1, SEQ, 1), (0, False, 1, SEQ, 1), (1, False, 2, 0, 1), (3, False, 3, SEQ, 1)),
+    *((SEQ - 1, False, 5, 0, 1), (None, True, 2, SEQ, 1), (2, True, 3, 0, 1)),
+]
+"""Window, causal, rows per tile, longest row whose pairs are kept, elements per block."""
+
+
+@pytest.mark.parametrize("heads", [[], [1, 2], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("kind", TERMS)
 @pytest.mark.parametrize(
-    "backend, block_elements, kept_length",
-    [*(("blocked", rows, kept) for rows in (1, 2 * HEADS * SEQ**2) for kept in (0, SEQ)), ("sdpa", None, None)],
+    "backend, window, causal, tile_rows, kept_length, block_elements",
+    [*(("blocked", *sizes) for sizes in TILED), *(("sdpa", *sizes) for sizes in TILED[3:])],
 )
-def test_backends_equal_eager(backend, block_elements, kind, heads, kept_length, monkeypatch):
-    if block_elements:
-        monkeypatch.setattr(blocks, "KEPT_LENGTH", kept_length)
-        monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", block_elements)
-        assert len(list(blocks.cut(DOCUMENT_IDS, HEADS))) == (4 if block_elements == 1 else 2)
-    assert_equals_eager(backend, kind, heads)
-
-
-TILED = [
-    *((0, False, 1, SEQ), (1, False, 2, 0), (3, False, 3, SEQ), (SEQ - 1, False, 5, 0)),
-    *((None, True, 2, SEQ), (2, True, 3, 0), (None, False, 3, 0), (None, False, 1, SEQ)),
-]
-KINDS = ["content", "query-shared", "key-per-head", "bias-1", "all", "all-biases-not-compared"]
-
-
-@pytest.mark.parametrize("heads", [[], [0, 2], [0, 1, 2]], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window, causal, tile_rows, kept_length", TILED)
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "eager"])
-def test_backends_equal_eager_in_tiles(backend, window, causal, tile_rows, kept_length, kind, heads, monkeypatch):
-    sizes = {"KEPT_LENGTH": kept_length, "TILE_ELEMENTS": 1, "SMALLEST_TILE": tile_rows, "BLOCK_ELEMENTS": 1}
-    for name, size in sizes.items():
+def test_backends_equal_eager(
+    backend, window, causal, tile_rows, kept_length, block_elements, kind, heads, monkeypatch
+):
+    sizes = {"KEPT_LENGTH": kept_length, "SMALLEST_TILE": tile_rows, "BLOCK_ELEMENTS": block_elements}
+    for name, size in (sizes | {"TILE_ELEMENTS": 1}).items():
         monkeypatch.setattr(blocks, name, size)
     assert_equals_eager(backend, kind, heads, window, causal)
 
@@ -211,17 +203,6 @@ def test_lower_precision_stays_near_float64(backend, kind, dtype, tolerance):
     assert [x.dtype for x in (context, cosine, *gradients)] == [dtype, torch.float32, *[dtype] * len(inputs)]
     for got, expected in zip((context, cosine, *gradients), (*exact[:2], *exact[2]), strict=True):
         assert (got.double() - expected).norm() <= tolerance * expected.norm()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_window_holds_its_borders(backend):
-    """With equal logits a query's context is the mean of the values that it may attend to."""
-    zeros, ids = torch.zeros(1, 1, 200, 1), torch.ones(1, 200, dtype=torch.long)
-    value = torch.arange(200, dtype=torch.float32)[None, None, :, None]
-    context, _ = BACKENDS[backend](Attending(zeros, zeros, value, PositionTerms(1.0), ids, NONE, window=64))
-    for place in (0, 1, 64, 65, 100, 135, 136, 199):
-        first, last = max(place - 64, 0), min(place + 64, 199)
-        assert context[0, 0, place, 0].item() == pytest.approx((first + last) / 2, abs=1e-4)
 
 
 def test_blocks_cover_the_batch_in_order_within_the_budget(monkeypatch):

@@ -82,24 +82,21 @@ OF_POSITIONS = {
     **{"tupe_r": UNTIED + 33 * 12, "tupe_r_per_layer": 12 * (UNTIED + 33 * 12)},
     "deberta": 128 * 768 + DISENTANGLED + DECODER,
     "deberta_per_layer": 12 * 128 * 768 + DISENTANGLED + DECODER,
+    **{"t5": 32 * 12, "deberta_v2": (512 + 2) * 768},
     **{"ddrp": 4_288, "ddrp_per_layer": 51_456, "ddrp_absolute_embedding": 4_288 + 393_216},
 }
 
 
 def test_parameters_of_bert_base_and_those_of_positions():
-    hidden, ffn, layers, vocab, positions, segments = 768, 3072, 12, 30522, 512, 2
-    norm = 2 * hidden
-    embeddings = (vocab + positions + segments) * hidden + norm
-    layer = 4 * (hidden * hidden + hidden) + norm + (hidden * ffn + ffn) + (ffn * hidden + hidden) + norm
-    head = (hidden * hidden + hidden) + norm + vocab  # the output matrix is the token embedding
-    total = embeddings + layers * layer + head
-    assert total == 109_514_298  # BERT-base with its masked-LM head, without pooler and next-sentence head
+    total = 109_514_298  # BERT-base with its masked-LM head, without pooler and next-sentence head
     absolute = on_meta_device(ModelConfig(position_encoding="absolute"))
     assert count_parameters(absolute)[0] == total
-    assert count_parameters(on_meta_device(ModelConfig()))[0] == total - positions * hidden + 4_288
-    assert absolute.embeddings.token.weight.shape == (30592, hidden)  # padded to a multiple of 128
+    assert count_parameters(on_meta_device(ModelConfig()))[0] == total - 512 * 768 + 4_288
+    assert absolute.embeddings.token.weight.shape == (30592, 768)  # padded to a multiple of 128
     found = {name: count_parameters(on_meta_device(ModelConfig(**VARIANTS[name])))[1] for name in OF_POSITIONS}
     assert found == OF_POSITIONS
+    distances = {name: ModelConfig(position_encoding=name).relative_distance for name in ("t5", "deberta-v2")}
+    assert distances == {"t5": 128, "deberta-v2": 256}
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -276,13 +273,6 @@ def test_names_of_the_modern_backbone_and_of_narrow_embeddings():
     assert count_parameters(model)[0] == whole - (128 - 11) * (6 + 1)
     fresh = build_model(tiny_config(**MODERN))
     assert [name for name in shapes_of(fresh) if name.endswith("bias")] == ["head.decoder.bias"]
-
-
-@pytest.mark.parametrize("changes", [MODERN, {**MODERN, "norm": "rmsnorm"}], ids=["layernorm", "rmsnorm"])
-def test_documents_of_a_packed_row_are_as_they_are_apart(changes):
-    model, batch = tiny_model(**changes), tiny_batch()
-    sums = [model(each, some_draws(each)).sums for each in (batch, packed_batch(batch, [[0, 2], [1]]))]
-    torch.testing.assert_close(*sums, rtol=1e-11, atol=1e-11)
 
 
 def test_a_generator_shares_embeddings_of_any_width():

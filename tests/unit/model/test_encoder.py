@@ -27,7 +27,6 @@ from tests.unit.model.tiny import (
     tiny_batch,
     tiny_config,
     tiny_model,
-    twin_hidden,
     twin_sums,
 )
 
@@ -43,17 +42,6 @@ def test_model_equals_the_twin(encoding, order, relative_table):
     assert assert_every_backend_equals_the_twin(model, batch, some_draws(batch))[:3].abs().min() > 1e-3
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_packed_row_has_the_hidden_states_of_its_documents_which_are_the_twins(encoding):
-    model, lengths = tiny_model(position_encoding=encoding).eval(), (4, 2, 3)
-    batch = tiny_batch(lengths=lengths, seq=4)
-    packed, alone = encode(model, packed_batch(batch, [[0, 1], [2]])), encode(model, batch)
-    for document, (row, start) in enumerate([(0, 0), (0, 4), (1, 0)]):
-        own = alone[document, : lengths[document]]
-        torch.testing.assert_close(packed[row, start : start + len(own)], own, rtol=0, atol=1e-11)
-        torch.testing.assert_close(own, twin_hidden(model, batch, document)[: len(own)], rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("rows", [[[0, 2], [4, 3], [1]], [[0, 3], [1], [2], [4]]], ids=["many", "one-token"])
@@ -61,7 +49,10 @@ def test_packing_changes_neither_sums_nor_gradients(encoding, backend, rows):
     """Every document keeps its own [CLS], its own places and its own share of TCD and HCD."""
     model = tiny_model(position_encoding=encoding, attention_backend=backend)
     batch = tiny_batch(lengths=(4, 2, 3, 1, 5), seq=7)
-    expected, sums = (model(each, some_draws(each)).sums for each in (batch, packed_batch(batch, rows)))
+    packed = packed_batch(batch, rows)
+    states = (encode(model, each)[each.document_ids > 0].sum(0) for each in (batch, packed))
+    torch.testing.assert_close(*states, rtol=1e-11, atol=1e-11)
+    expected, sums = (model(each, some_draws(each)).sums for each in (batch, packed))
     torch.testing.assert_close(sums, expected, rtol=1e-11, atol=1e-11)
     assert_same_gradients(gradients(model, sums), gradients(model, expected), atol=1e-10)
 
@@ -171,29 +162,15 @@ def test_the_decoder_costs_one_embedding_a_place_and_is_the_encodings_unless_giv
 
 
 @pytest.mark.parametrize("which", ["hidden_dropout", "attention_dropout"])
-def test_its_dropout_acts_in_training_and_not_in_evaluation(which):
-    """With the encoder in evaluation, only the decoder's own applications of the last layer can differ."""
-    plain = tiny_model(position_encoding="deberta")
-    model = build_model(tiny_config(position_encoding="deberta", **{which: 0.5})).double()
-    model.load_state_dict(plain.state_dict())
-    batch = uneven_batch()
-    with torch.no_grad():
-        expected = plain(batch, NOTHING).sums
-        assert torch.equal(model.eval()(batch, NOTHING).sums, expected)
-        model.embeddings.eval()
-        model.layers[0].eval()
-        last = model.layers[-1]
-        decode = last.decode
-
-        def train_while_decoding(*arguments):
-            last.train()
-            decoded = decode(*arguments)
-            last.eval()
-            return decoded
-
-        last.decode = train_while_decoding
-        losses = [model(batch, NOTHING).sums[0] for _ in range(2)]
-    assert len({x.item() for x in (*losses, expected[0])}) == 3
+def test_the_decoders_dropout_acts_in_training_and_not_in_evaluation(which):
+    model, batch = tiny_model(position_encoding="deberta", **{which: 0.5}).eval(), uneven_batch()
+    last = model.layers[-1]
+    last.decode = mock.Mock(wraps=last.decode)
+    torch.testing.assert_close(model(batch, NOTHING).sums, twin_sums(model, batch, NOTHING), rtol=1e-11, atol=1e-11)
+    for training in (False, True):
+        last.train(training)
+        decoded = (last.decode(*last.decode.call_args.args) for _ in range(2))
+        assert torch.equal(*decoded) != training
 
 
 OF_TWO = Draws.none(2, 2)

@@ -185,11 +185,6 @@ def twin_last_norm(model, hidden):
     return norm_of(model)(hidden, model.head.final_norm.weight, model.head.final_norm.bias, EPS)
 
 
-def twin_hidden(model, batch, row):
-    """The last hidden states `[S, D]` of one row."""
-    return twin_last_norm(model, twin_encode(model, batch, row)[1])
-
-
 def predicted_places(labels):
     return [place for place, label in enumerate(labels.tolist()) if label != IGNORED_LABEL]
 
