@@ -8,7 +8,6 @@ import json
 import lzma
 import os
 import random
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -123,20 +122,6 @@ def test_refusals_leave_everything_as_it_was(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     other = write(tmp_path / "d", [[[4]]], manifest=manifest("d", 1))
     assert [ids.tolist() for ids in merge(tmp_path / "a", [a, other], overwrite=True)] == [[1], [4]]
-
-
-def test_killed_halfway_nothing_has_the_final_name(tmp_path):
-    prefixes = [write(tmp_path / name, [[[1, 2]], [[3]]]) for name in "ab"]
-    killed = os.fork()
-    if not killed:
-        try:
-            merge(tmp_path / "all", prefixes, advance=lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
-    assert [path.name for path in tmp_path.glob("all*")] == ["all.unfinished"]
-    assert len(merge(tmp_path / "all", prefixes)) == 4
-    assert {path.name for path in tmp_path.glob("all*")} == {"all.bin", "all.idx"}
 
 
 WORDS = ["the", "cat", "sat", "##s", ".", "on", "mat", "a"]
