@@ -55,14 +55,7 @@ def append(output, ids, sizes, lengths):
     output.append(0, np.array(ids, np.uint16).tobytes(), np.array(sizes), np.array(lengths))
 
 
-def test_all_documents_at_once_equal_some_at_a_time_and_the_type_follows_the_vocabulary(tmp_path):
-    write_dataset(tmp_path / "a", [[[1], [2, 3]], [[]], [[4]]])
-    with writing(tmp_path / "b") as output:
-        append(output, [1, 2, 3], [1, 2, 0], [2, 1])
-        append(output, [4], [1], [1])
-        output.publish([None])
-    for suffix in ("bin", "idx"):
-        assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
+def test_the_type_of_ids_follows_the_vocabulary():
     assert token_dtype(65_499) == np.uint16 and token_dtype(65_500) == np.int32
 
 
@@ -476,6 +469,19 @@ def test_memory_is_small_for_many_documents():
     tracemalloc.stop()
     assert len(samples) == 200_000 * 6
     assert kept < 200_000, "3/8 byte a document, nothing a sample"
+
+
+def test_a_damaged_index_gives_no_samples(tmp_path):
+    """A size, a byte offset, and a document border that crosses the next one or points far outside."""
+    prefix = write(tmp_path / "corpus", documents_of(30, 9, 3))
+    path = Path(f"{prefix}.idx")
+    whole = path.read_bytes()
+    assert all_of(SampleIndex(IndexedDataset(prefix), (0, 3), seq_length=22)) == counting(0, 20, 30, 39)
+    for place, number in ((0, -30), (12 + 8, 13), (12 + 24 + 8, 3), (12 + 24 + 8, 10**9)):
+        path.write_bytes(whole)
+        patch(path, HEADER.size + place, "<i", number)
+        line = r"\.idx: .*: damaged; copy both files again"
+        refused(line, SampleIndex, IndexedDataset(prefix), (0, 3), seq_length=22)
 
 
 def test_an_index_damaged_behind_the_totals_is_refused_where_it_is_used(tmp_path):

@@ -15,8 +15,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_ddrp.config import Config
-from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.dataset import dataset_index, indexed_dataset, merging
 from megatron_ddrp.data.dataset.merging import merge, shuffle
@@ -387,9 +385,3 @@ def test_an_output_is_replaced_only_when_asked_may_be_the_input_and_damage_gets_
         damage(prefix, suffix, place)
         refused(rf"source\{suffix}", shuffle, tmp_path / "mixed", prefix, 1)
     assert list(tmp_path.glob("mixed*")) == []
-
-
-def test_it_mends_validation_text_of_another_kind(prose_then_code, tmp_path):
-    for prefix, count in ((prose_then_code, 1), (shuffle(tmp_path / "mixed", prose_then_code, 1234).prefix, 0)):
-        config = Config().replace(data={"data_path": (prefix,)}, model={"seq_length": 48})  # vocabulary: the manifest's
-        assert len(Corpus.open(config).split_remarks()) == count

@@ -208,22 +208,11 @@ def test_existing_output_stays_unless_overwrite_and_impossible_settings_are_refu
     wrong_arguments("--json-keys a/b: expected a key without /", config, folder, json_keys=("text", "a/b"))
 
 
-def test_command_reads_packed_standard_input_from_any_folder(folder):
-    command = [sys.executable, TOOL, "--input", "-", "--output_prefix", "out/p", "--vocab_file", "vocab.txt"]
-    packed, environment = gzip.compress((folder / "in.jsonl").read_bytes()), {"PATH": os.environ["PATH"]}
-    done = subprocess.run(command, input=packed, cwd=folder, env=environment, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.decode().startswith("3 documents, 17 tokens") and done.stderr == b""
-    piped = outputs(folder)
-    preprocess(config(folder, overwrite=True))
-    del piped["p_text_document.json"]  # which names the input
-    assert piped.items() <= outputs(folder).items()
-
-
 @pytest.mark.parametrize("packed", [False, True])
-def test_named_pipes_and_process_substitutions_are_read(folder, capfd, packed):
-    data, pipe = (folder / "in.jsonl").read_bytes(), folder / "pipe"
+def test_named_pipes_process_substitutions_and_standard_input_are_read(folder, capfd, monkeypatch, packed):
+    data, pipe, copy = (folder / "in.jsonl").read_bytes(), folder / "pipe", folder / "copy"
     data = gzip.compress(data) if packed else data
+    copy.write_bytes(data)
     expected = Path(preprocess(config(folder)).prefixes[0] + ".bin").read_bytes()
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_bytes, args=(data,))
@@ -231,9 +220,12 @@ def test_named_pipes_and_process_substitutions_are_read(folder, capfd, packed):
     of_shell, end = os.pipe()
     os.write(end, data)
     os.close(end)
-    for given, told in ((pipe, f"{pipe}: a pipe; waiting for its writer\n"), (f"/dev/fd/{of_shell}", "")):
-        [prefix] = preprocess(config(folder, input=(str(given),), overwrite=True)).prefixes
-        assert Path(f"{prefix}.bin").read_bytes() == expected and capfd.readouterr().err == told
+    waiting = f"{pipe}: a pipe; waiting for its writer\n"
+    with copy.open("rb") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        for given, told in ((pipe, waiting), (f"/dev/fd/{of_shell}", ""), ("-", "")):
+            [prefix] = preprocess(config(folder, input=(str(given),), overwrite=True)).prefixes
+            assert Path(f"{prefix}.bin").read_bytes() == expected and capfd.readouterr().err == told
     writer.join()
     os.close(of_shell)
 
