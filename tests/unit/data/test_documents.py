@@ -183,7 +183,8 @@ def test_a_line_of_whitespace_ends_a_plain_text_as_in_googles_reader(tmp_path, l
     assert len(found) == count == (1 if line.strip() else 3)
     file = InputFile(str(path), path.name)
     for chunk_bytes in (1, 10, size):
-        assert parsed(chunks_of(file, chunk_bytes)) == found
+        chunks = chunks_of(file, chunk_bytes)
+        assert parsed(chunks) == found and sum(chunk.read for chunk in chunks) == size
     begins = sorted({documents_module.record_start(file, position) for position in range(size + 1)})
     ranges = [file._replace(begin=a, end=b) for a, b in itertools.pairwise(begins)]
     assert parsed(chunk for part in ranges for chunk in chunks_of(part, 10)) == found and len(ranges) >= count

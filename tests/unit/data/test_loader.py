@@ -366,8 +366,7 @@ def test_joining_writes_the_documents_side_by_side():
     for row, n in enumerate((5, 3, 4, 6)):
         batch.input_ids[row, :n] = 100 * (row + 1) + np.arange(n)
         batch.labels[row, :n] = 1000 + batch.input_ids[row, :n]
-        batch.position_ids[row, :n] = np.arange(n)
-        batch.document_ids[row, :n], batch.sequence_ids[row, :n] = 1, row + 1
+        batch.document_ids[row, :n] = 1
     joined = join_samples(batch, np.array([2, 1, 1]), 10, pad_id=-7)
     assert joined.input_ids[0].tolist() == [100, 101, 102, 103, 104, 200, 201, 202, -7, -7]
     assert joined.labels[1].tolist() == [1300, 1301, 1302, 1303] + [IGNORED_LABEL] * 6
