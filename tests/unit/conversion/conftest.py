@@ -4,7 +4,7 @@ import json
 import resource
 import shutil
 import sys
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -165,15 +165,13 @@ def hf(tmp_path):
 @pytest.fixture(scope="session")
 def made_exports(tmp_path_factory):
     """Folders with a run and its export by the encoding of the model; `export_of` copies them."""
-    made = {}
 
+    @cache
     def make(encoding):
-        if encoding not in made:
-            made[encoding] = tmp_path_factory.mktemp("made")
-            tokenizer = tokenizer_in(made[encoding])
-            run = write_checkpoint(made[encoding] / "run", tokenizer, position_encoding=encoding)
-            export_checkpoint(run, made[encoding] / "hf")
-        return made[encoding]
+        folder = tmp_path_factory.mktemp("made")
+        run = write_checkpoint(folder / "run", tokenizer_in(folder), position_encoding=encoding)
+        export_checkpoint(run, folder / "hf")
+        return folder
 
     return make
 
@@ -253,9 +251,9 @@ def little_room():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def write_theirs(name, folder, **changes):
+def write_theirs(name, folder, head="masked-lm", **changes):
     """A folder with a random tiny model of a family and changed keys, as its config.json would say; its tokenizer."""
-    case = Case(FAMILIES[name], "masked-lm")
+    case = Case(FAMILIES[name], head)
     config, tokenizer = example(case, folder)
     settings = case.family.folder_settings(config, case.head, tokenizer) | changes
     settings = {key: value for key, value in settings.items() if value is not ...}

@@ -4,32 +4,34 @@ import copy
 import json
 import shlex
 import shutil
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
-from parity import CASES, SIZES, Case, compare, draw, example, exported, imported
+from parity import CASES, SIZES, Case, compare, example, exported, imported
 from safetensors.torch import load_file, save_file
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.commands.dry_run import dry_run
-from megatron_ddrp.config import ENCODINGS, STARTS, ModelConfig, flag
+from megatron_ddrp.config import STARTS, ModelConfig, flag
 from megatron_ddrp.conversion.families import FAMILIES, leaving_family
 from megatron_ddrp.conversion.families.modernbert import FULL, LOCAL
 from megatron_ddrp.conversion.from_huggingface import import_folder, local_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.text_encoder import load_encoder
 from megatron_ddrp.model import count_parameters
+from megatron_ddrp.model.stages import Draws, Inputs, layout_of
 from tests.refusals import refused
 from tests.unit.conversion import conftest
 from tests.unit.conversion.conftest import change_json, encoded, padded_pair_batch, write_checkpoint
 from tests.unit.conversion.tokenizers_of_families import FAIRSEQ, byte_level
 
 pytestmark = pytest.mark.usefixtures("few_probes")
-DISCRIMINATOR, GENERATOR = (Case(FAMILIES["electra"], head) for head in ("replaced-token", "masked-lm"))
+DISCRIMINATOR, GENERATOR = "replaced-token", "masked-lm"
 MASKED_LMS = ("bert", "roberta", "modernbert", "deberta-v2")
 BERT, ROBERTA, MODERNBERT, DEBERTA_V2 = (Case(FAMILIES[name], "masked-lm") for name in MASKED_LMS)
 
@@ -37,15 +39,16 @@ BERT, ROBERTA, MODERNBERT, DEBERTA_V2 = (Case(FAMILIES[name], "masked-lm") for n
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Case → the folder in which its model of transformers was written and imported; one of each for all tests."""
-    made = {}
+
+    @cache
+    def made(case):
+        top = tmp_path_factory.mktemp("family")
+        return top, imported(case, top)
 
     def folder(case):
-        if case not in made:
-            top = tmp_path_factory.mktemp("family")
-            made[case] = top, imported(case, top)
-        return made[case][0]
+        return made(case)[0]
 
-    folder.models = lambda case: (folder(case), copy.deepcopy(made[case][1]))[1]
+    folder.models = lambda case: copy.deepcopy(made(case)[1])
     return folder
 
 
@@ -81,6 +84,28 @@ def test_a_model_leaves_as_its_family_and_the_printed_flags_are_it_and_its_objec
     dry_run(config)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["parameters"] == count_parameters(start.model)[0]
     assert config.replace(model={"vocab_size": start.config.vocab_size}).model == start.config
+
+
+def test_a_bert_in_a_causal_phase_is_transformers_decoder_with_its_loss_and_gradients(tmp_path, offline):
+    import transformers
+
+    encoder, model = exported(BERT, tmp_path)
+    encoder.config.is_decoder = True
+    decoder = transformers.BertLMHeadModel(encoder.config).eval().double()
+    decoder.load_state_dict(encoder.state_dict())
+    ids = torch.arange(48).reshape(2, 24) * 7 % 17 + 1  # not 0, whose row transformers keeps as padding
+    labels = torch.cat([ids[:, 1:], torch.full((2, 1), IGNORED_LABEL)], dim=1)
+    batch = Batch.of_texts(ids, torch.ones_like(ids))._replace(labels=labels)
+    inputs = Inputs(batch, Draws.none(2, model.config.num_layers), None, layout_of(batch, causal=True))
+    loss = model.eval().double()(*inputs).sums[0]
+    logits = decoder(input_ids=ids).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    ours = torch.autograd.grad(loss, [model.embeddings.token.weight, model.layers[0].attention.key.weight])
+    bert = decoder.bert
+    theirs = bert.embeddings.word_embeddings.weight, bert.encoder.layer[0].attention.self.key.weight
+    for gradient, wanted in zip(ours, torch.autograd.grad(expected, theirs), strict=True):
+        torch.testing.assert_close(gradient[: len(wanted)], wanted, rtol=1e-7, atol=1e-9)
 
 
 OLD_KEYS = {
@@ -156,19 +181,13 @@ def test_roberta_has_rows_that_no_token_reads(tmp_path, offline, folders):
     refused("2 rows belong to padding: none is left", FAMILIES["roberta"].settings, folder, complete)
 
 
-def write_electra(folder, case, embeddings_of=None, **settings):
+def write_electra(folder, head, embeddings_of=None, **settings):
     """A folder of one half of an ELECTRA, with the embeddings of the other half's model."""
-    import transformers
-
-    config, tokenizer = example(case, folder)
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 128}
-    values = case.family.folder_settings(config, case.head, tokenizer) | sizes | settings
-    model_class = getattr(transformers, values["architectures"][0])
-    model = model_class(model_class.config_class(**values)).eval()
-    draw(model)
+    model, _ = conftest.write_theirs("electra", folder, head, **sizes | settings)
     if embeddings_of is not None:
         model.electra.embeddings.load_state_dict(embeddings_of.electra.embeddings.state_dict())
-    model.save_pretrained(folder)
+        model.save_pretrained(folder)
     return model
 
 
@@ -207,23 +226,6 @@ def test_a_generator_that_does_not_belong_is_refused(tmp_path, offline, folders)
         refused(words, import_folder, tmp_path / first, tmp_path / "start", generator=tmp_path / second)
     alone = import_folder(tmp_path / "d", tmp_path / "start")
     assert alone.weights.initialised == ["generator (drawn anew; the folder has none)"]
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@torch.no_grad()
-def test_a_colleague_goes_on_from_an_export_alone(tmp_path, tokenizer, monkeypatch, encoding):
-    monkeypatch.setattr("megatron_ddrp.conversion.to_huggingface.check_export", lambda *_: "in other tests")
-    settings = {"position_encoding": encoding, "layernorm_position": "pre", "num_layers": 1}
-    run = write_checkpoint(tmp_path / "run", tokenizer, **settings)
-    export_checkpoint(run, tmp_path / "hf")
-    start = import_folder(tmp_path / "hf", tmp_path / "start")
-    assert start.objective.objective == "mth" and start.weights.left_out == start.weights.initialised == []
-    (model, _, config), (again, theirs, restored) = load_model(run), load_model(tmp_path / "start")
-    assert theirs.fingerprint == tokenizer.fingerprint
-    assert restored.objective == config.objective and restored.model.position_encoding == encoding
-    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
-    expected, found = (conftest.ours(each, ids, segments, mask) for each in (model, again))
-    assert all(torch.equal(ours[-1], theirs[-1]) for ours, theirs in zip(expected, found, strict=True))
 
 
 def test_a_family_is_named_or_refused(tmp_path, offline, folders, convert):
@@ -349,22 +351,6 @@ def test_settings_of_released_models_are_read_as_transformers_reads_them():
         assert found == expected and config.hidden_dropout == changes.get("mlp_dropout", 0), changes
 
 
-@torch.no_grad()
-def test_packed_rows_are_equal_under_masks_of_documents(folders):
-    """Documents of 15 and 9 tokens in one row; half a window is 5."""
-    theirs, ours = (model.double() for model in folders.models(MODERNBERT))
-    ids = torch.randint(5, 18, (1, 24), generator=torch.Generator().manual_seed(0))
-    documents = torch.tensor([[1] * 15 + [2] * 9])
-    place = torch.cat([torch.arange(15), torch.arange(9)])[None]
-    together = (documents[:, :, None] == documents[:, None])[:, None]
-    near = (place[:, :, None] - place[:, None]).abs()[:, None] <= 5
-    for attend in ({FULL: together, LOCAL: together & near}, {FULL: together, LOCAL: together}):
-        expected = theirs.model(ids, attention_mask=attend, position_ids=place).last_hidden_state
-        gap = (ours.encode(ids, torch.zeros_like(ids), documents, place) - expected).abs().max()
-        is_right = attend[LOCAL].sum() < together.sum()
-        assert (gap < 1e-6 * expected.abs().max()) == is_right, "the comparison does not see the window"
-
-
 def test_an_export_has_both_forms_and_the_special_ids(folders, tmp_path, offline):
     folder = folders(MODERNBERT)
     export_checkpoint(folder / "imported", tmp_path / "hf")
@@ -378,10 +364,8 @@ def test_an_export_has_both_forms_and_the_special_ids(folders, tmp_path, offline
     before, after = (load_file(place / "hf" / "model.safetensors") for place in (folder, tmp_path))
     assert before.keys() == after.keys() and "decoder.weight" not in after and "model.layers.0.attn_norm" not in after
     assert all(torch.equal(before[name], after[name]) for name in before)
-    from transformers import AutoModelForMaskedLM, AutoTokenizer, ModernBertConfig
+    from transformers import ModernBertConfig
 
-    model, tokenizer = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoModelForMaskedLM, AutoTokenizer))
-    assert model(**tokenizer("red cat", "the dog", return_tensors="pt")).logits.shape == (1, 7, 18)
     old = {key: value for key, value in values.items() if key not in ("layer_types", "rope_parameters")}
     assert ModernBertConfig(**old).to_dict() == ModernBertConfig(**values).to_dict()
 
@@ -546,22 +530,13 @@ def test_a_discriminator_resumes_under_replaced_token_detection_alone_or_beside_
     assert torch.equal(model.generator.head.dense.weight, theirs.lm_predictions.lm_head.dense.weight)
 
 
-@torch.no_grad()
 def test_a_model_of_replaced_token_detection_leaves_as_a_plain_encoder(tmp_path, tokenizer, offline):
-    from transformers import AutoModel, AutoModelForSequenceClassification
-
     settings = {"position_encoding": "deberta-v2", "num_segments": 0, "num_layers": 1}
     run = write_checkpoint(tmp_path / "run", tokenizer, objective="rtd", **settings)
     export = export_checkpoint(run, tmp_path / "hf")
     assert "a plain DebertaV2: AutoModel.from_pretrained" in export.summary()
     weights, (model, _, _) = load_file(tmp_path / "hf" / "model.safetensors"), load_model(run)
     assert {name for name in weights if not name.startswith("deberta.")} == DETECTOR.keys()
-    ids, _, mask = batch = padded_pair_batch(tokenizer.vocab_size)
-    expected = encoded(model, *batch)[mask.bool()]
-    for kind in (AutoModel, AutoModelForSequenceClassification):
-        theirs = kind.from_pretrained(tmp_path / "hf").eval()
-        found = theirs(ids, attention_mask=mask, output_hidden_states=True).hidden_states[-1]
-        torch.testing.assert_close(found[mask.bool()], expected, atol=1e-5, rtol=1e-5)
     again = import_folder(tmp_path / "hf", tmp_path / "back")
     assert again.objective.objective == "rtd" and not again.weights.left_out
     for name in ("dense", "output", "norm"):

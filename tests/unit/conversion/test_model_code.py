@@ -4,6 +4,7 @@ Then its heads for fine-tuning: new ones, their losses, and training under trans
 """
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -60,28 +61,21 @@ for folder in sys.argv[1:]:
 """Loads each folder that is named as users do and prints how far it is from what expected.pt says."""
 
 
-def export_with_expected(folder, tokenizer, **settings):
-    """Export a model of these settings, with what it computes in expected.pt; return the folder."""
-    load = write_checkpoint(folder / "run", tokenizer, **settings)
-    export_checkpoint(load, folder / "hf")
-    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
-    states, logits = ours(load_model(load)[0], ids, segments, mask)
-    torch.save((ids, segments, mask, states[-1], logits), folder / "hf" / "expected.pt")
-    return folder / "hf"
-
-
 @pytest.fixture(scope="module")
 def with_expected(tmp_path_factory):
-    """(encoding, kind of its table) → an export with what its model computes, which no test changes; made once."""
-    made = {}
+    """Encoding → an export with what its model computes in expected.pt, which no test changes; made once."""
 
-    def make(encoding, table):
-        if (encoding, table) not in made:
-            place = tmp_path_factory.mktemp(f"{encoding}-{table}")
-            tokenizer = conftest.tokenizer_in(place)
-            settings = {"position_encoding": encoding, "relative_table": table}
-            made[encoding, table] = export_with_expected(place, tokenizer, **settings)
-        return made[encoding, table]
+    @functools.cache
+    def make(encoding):
+        place = tmp_path_factory.mktemp(encoding)
+        tokenizer = conftest.tokenizer_in(place)
+        settings = {"position_encoding": encoding, "relative_table": "per-layer"}
+        load = write_checkpoint(place / "run", tokenizer, **settings)
+        export_checkpoint(load, place / "hf")
+        batch = padded_pair_batch(tokenizer.vocab_size)
+        states, logits = ours(load_model(load)[0], *batch)
+        torch.save((*batch, states[-1], logits), place / "hf" / "expected.pt")
+        return place / "hf"
 
     return make
 
@@ -149,40 +143,24 @@ def plugin(tmp_path):
 def test_every_encoding_runs_where_this_package_cannot_be_imported(tmp_path, with_expected, offline, plugin):
     """In one process, from folders of one name, which transformers does not tell apart by itself."""
     plugin(PLUGIN)
-    cases = [(encoding, table) for encoding in ENCODINGS for table in ("shared", "per-layer")]
-    assert ("slopes", "per-layer") in cases
+    assert "slopes" in ENCODINGS
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", ELSEWHERE, *(str(with_expected(*case)) for case in cases)]
+    command = [sys.executable, "-c", ELSEWHERE, *(str(with_expected(encoding)) for encoding in ENCODINGS)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    gaps = dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
-    assert {case: gap for case, gap in gaps.items() if not max(gap) < 3e-6} == {}
+    gaps = dict(zip(ENCODINGS, map(json.loads, done.stdout.splitlines()), strict=True))
+    assert {encoding: gap for encoding, gap in gaps.items() if not max(gap) < 3e-6} == {}
 
 
 @pytest.mark.parametrize("encoding", [*ENCODINGS, "slopes"])
 def test_our_own_readers_take_every_encoding_and_a_plugin_that_is_named(with_expected, offline, plugin, encoding):
     plugin(PLUGIN)
-    folder = with_expected(encoding, "per-layer")
+    folder = with_expected(encoding)
     READERS["glue"](folder)
     models = load_hugging_face(folder)[0], load_model(folder.parent / "run")[0]
     states = [ours(model, *padded_pair_batch(model.config.vocab_size))[0] for model in models]
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
-
-
-def test_local_layers_and_the_thetas_of_rotations_travel(tmp_path, tokenizer, offline):
-    from transformers import AutoModel
-
-    settings = {"rope_theta": 50.0, "local_rope_theta": 3.0, "local_attention": 6, "global_every": 2}
-    folder = export_with_expected(tmp_path, tokenizer, position_encoding="rope", **settings)
-    config = load_hugging_face(folder)[0].config
-    assert settings == {name: getattr(config, name) for name in settings}
-    ids, segments, mask, expected, _ = torch.load(folder / "expected.pt")
-    exported = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
-    with torch.no_grad():
-        found = exported(input_ids=ids, attention_mask=mask, token_type_ids=segments)[0]
-    assert (found - expected)[mask.bool()].abs().max() < 3e-6 * expected.abs().max()
-    assert all(layer.layer_position.local_theta == 3.0 for layer in exported.layers)
 
 
 def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, convert):

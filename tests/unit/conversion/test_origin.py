@@ -25,7 +25,7 @@ from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.atomic import SUM, object_sum
 from megatron_ddrp.engine.checkpoint import Progress
 from tests.refusals import refused
-from tests.unit.conversion.conftest import SAFE, padded_pair_batch, set_keys, stored, write_checkpoint, write_folder
+from tests.unit.conversion.conftest import SAFE, set_keys, stored, write_checkpoint, write_folder
 
 pytestmark = pytest.mark.usefixtures("few_probes")
 
@@ -49,30 +49,14 @@ def write_modules(folder):
     (folder / CARD).write_text("---\nlicense: apache-2.0\n---\n# Sentences\n")
 
 
-def vectors(model, folder, ids, mask):
-    """Return what the modules of a folder make of the last hidden states, number by number."""
-    modules, rows = read_modules(folder)[0], []
-    assert modules["1_Pooling/config.json"]["pooling_mode_mean_tokens"] and len(modules["modules.json"]) == 3
-    with torch.no_grad():
-        hidden = model(ids, attention_mask=mask).last_hidden_state.double()
-    for states, length in zip(hidden, mask.sum(1), strict=True):
-        mean = [sum(float(state[place]) for state in states[:length]) / int(length) for place in range(32)]
-        norm = sum(value * value for value in mean) ** 0.5
-        rows.append([value / norm for value in mean])
-    return torch.tensor(rows)
-
-
 @pytest.fixture
 def encoder(hf, vocab):
     """A sentence encoder of the usual kind: a bare BERT, the mean of its states, length 1."""
-    model = write_folder(hf, vocab, "BertModel")
+    write_folder(hf, vocab, "BertModel")
     write_modules(hf)
-    return model
 
 
 def test_a_sentence_encoder_leaves_as_it_came(tmp_path, hf, encoder):
-    from transformers import AutoModel
-
     imported = import_folder(hf, tmp_path / "start")
     assert "sentences:   mean pooling, vectors of length 1, rows of up to 17 pieces" in imported.summary()
     state = checkpoint.read_state(checkpoint.newest(tmp_path / "start"))
@@ -85,10 +69,6 @@ def test_a_sentence_encoder_leaves_as_it_came(tmp_path, hf, encoder):
     theirs, ours = load_file(hf / SAFE), load_file(tmp_path / "out" / SAFE)
     assert ours.keys() == {name for name in theirs if not name.startswith("pooler.")}
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    ids, _, mask = padded_pair_batch(20)
-    again = vectors(AutoModel.from_pretrained(tmp_path / "out"), tmp_path / "out", ids, mask)
-    torch.testing.assert_close(again, vectors(encoder, hf, ids, mask))
-    torch.testing.assert_close(again.norm(dim=1), torch.ones(3))
     card = (tmp_path / "out" / CARD).read_text()
     told = ("Base model: hf, under the licence apache-2.0.", "# license: unknown", "A sentence encoder, without a head")
     for words in (*told, "pipeline_tag: sentence-similarity", 'SentenceTransformer("USER/out")'):

@@ -30,8 +30,6 @@ from tests.unit.conversion.tokenizers_of_families import (
     unigram,
 )
 
-PROBES = [TEXT, "  the cats\n\nsing ", "unknown \u4e2d\u6587 \U0001f600 [MASK] <mask>", ""]
-
 
 def split_layout(folder, first=""):
     """Replace tokenizer.json by vocab.json and merges.txt."""
@@ -39,25 +37,6 @@ def split_layout(folder, first=""):
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.json").write_text(json.dumps(layout["vocab"]))
     (folder / "merges.txt").write_text(first + "".join(f"{a} {b}\n" for a, b in layout["merges"]))
-
-
-def assert_leaves_as_it_came(tokenizer, folder, model_type):
-    """Preprocess, train, export: AutoTokenizer of the export gives the ids that training saw."""
-    from transformers import AutoTokenizer
-
-    tokenizer.save(folder / "run")
-    trained = load_tokenizer(folder / "run")
-    assert trained.fingerprint == tokenizer.fingerprint
-    (folder / "out").mkdir()
-    change_json(folder / "out" / "config.json", model_type=model_type)
-    write_tokenizer(trained, folder / "out", 24, num_segments=1)
-    loaded = AutoTokenizer.from_pretrained(folder / "out")
-    for text in PROBES[:2]:
-        assert loaded(text)["input_ids"] == [trained.cls_id, *tokenizer.encode(text), trained.sep_id]
-    assert [getattr(loaded, f"{role}_token_id") for role in ROLES] == [getattr(trained, f"{r}_id") for r in ROLES]
-    assert "token_type_ids" not in loaded(TEXT) and loaded.model_max_length == 24
-    assert find_tokenizer(folder / "out").fingerprint == tokenizer.fingerprint, "data made for the source still serve"
-    return loaded
 
 
 @pytest.mark.parametrize(("make", "mark"), [(byte_level, "\u0120"), (unigram, "\u2581")])
@@ -76,12 +55,13 @@ def test_tokenizer_json_alone_is_enough(tmp_path, offline, make, mark, specials,
     words = [mark + word for word in TEXT.split()]
     found = "".join(" " * int(tokenizer.word_starts[i]) + tokenizer.pieces[i] for i in tokenizer.encode(TEXT))
     assert found.split() == ([words[0].removeprefix(mark)] if mark == "\u0120" else words[:1]) + words[1:]
-    assert not set(tokenizer.encode(PROBES[2])) & {tokenizer.mask_id, tokenizer.cls_id}
+    assert not set(tokenizer.encode("\u4e2d\u6587 [MASK] <mask>")) & {tokenizer.mask_id, tokenizer.cls_id}
     if beside != "settings":
-        kind = "xlm-roberta" if make is unigram else "roberta"
-        loaded = assert_leaves_as_it_came(tokenizer, tmp_path, kind)
+        (tmp_path / "out").mkdir()
+        change_json(tmp_path / "out" / "config.json", model_type="xlm-roberta" if make is unigram else "roberta")
+        write_tokenizer(tokenizer, tmp_path / "out", 24, num_segments=1)
         assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
-        assert loaded(TEXT, TEXT)["input_ids"].count(tokenizer.sep_id) == 3, "a pair as the family writes it"
+        assert find_tokenizer(tmp_path / "out").fingerprint == tokenizer.fingerprint, "data of the source still serve"
 
 
 def test_the_pieces_around_a_text_decide_between_names(tmp_path):
@@ -105,18 +85,11 @@ OWN_NAMES |= {"eos_id": 2, "eos_piece": "[SEP]", "unk_id": 3, "unk_piece": "[UNK
 )
 def test_a_sentencepiece_model_alone_is_converted(tmp_path, offline, model_type, file, options, offset):
     """fairseq puts its own pieces first, so that ids are not those of the .model."""
-    from transformers import AutoTokenizer
-
     ours, folder, text = sentencepiece_model(tmp_path, **options), tmp_path / "source", "red cats sing"
     folder.mkdir()
     shutil.move(tmp_path / "pieces.model", folder / file)
     change_json(folder / "config.json", model_type=model_type)
-    tokenizer = find_tokenizer(folder)
-    assert tokenizer.encode(text) == [i + offset for i in ours.encode(text)]
-    theirs = AutoTokenizer.from_pretrained(folder)
-    assert theirs(text)["input_ids"] == [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
-    assert [getattr(theirs, f"{role}_token_id") for role in ROLES] == [getattr(tokenizer, f"{r}_id") for r in ROLES]
-    assert_leaves_as_it_came(tokenizer, tmp_path, model_type)
+    assert assert_equal(folder, tmp_path).encode(text) == [i + offset for i in ours.encode(text)]
 
 
 def test_an_exports_sentencepiece_model_is_preferred_if_it_is_the_same_and_damage_told(tmp_path, offline):
@@ -264,7 +237,7 @@ def test_roles_that_share_a_piece_are_refused_in_folders_too(tmp_path, offline):
 
 
 TEXTS = ["Red  cats sing", " F\u00fcr schon,\u4e2d\u6587 sch\u00f6n", "f\u00fcr\tRED \uff32\uff45\uff44 red3 12"]
-TEXTS += ["xbluesx blues BLUES.", "fu\u0308r schon fur"]
+TEXTS += ["xbluesx blues BLUES.", "fu\u0308r schon fur", "  the cats\n\nsing "]
 PAIR = ("red cats", "Fur sing schon")
 
 
@@ -285,10 +258,13 @@ def assert_equal(folder, tmp_path, num_segments=2):
     ours.save(tmp_path / "run")
     copy = load_tokenizer(tmp_path / "run")
     copy.settle_rows(num_segments)
+    roles = [getattr(ours, f"{role}_id") for role in ROLES]
     for number, tokenizer in enumerate((ours, copy)):
         (out := tmp_path / f"out{number}").mkdir()
         shutil.copy(folder / "config.json", out)
         write_tokenizer(tokenizer, out, 64, num_segments)
+        loaded = AutoTokenizer.from_pretrained(out)
+        assert [getattr(loaded, f"{role}_token_id") for role in ROLES] == roles and loaded.model_max_length == 64
         for sides in ((TEXTS[0],), *((text,) for text in PAIR), PAIR):
             row, segments, _ = ours.rows.row([ours.encode(side) for side in sides])
             assert (row, segments) == theirs(folder, *sides) == theirs(out, *sides)

@@ -27,7 +27,7 @@ from megatron_ddrp.data.batches.samples import SampleIndex, document_lengths, sa
 from megatron_ddrp.data.dataset import dataset_index, indexed_dataset
 from megatron_ddrp.data.dataset.dataset_index import HEADER, token_dtype
 from megatron_ddrp.data.dataset.indexed_dataset import UnfinishedDatasets, read_manifest
-from megatron_ddrp.data.dataset.verification import check_sums, check_tokenizer, first_documents, open_dataset, verify
+from megatron_ddrp.data.dataset.verification import check_sums, first_documents, open_dataset, verify
 from megatron_ddrp.errors import UserError
 from tests.datasets import shared_asset, write_dataset
 from tests.refusals import refused, wrong_arguments
@@ -55,14 +55,7 @@ def append(output, ids, sizes, lengths):
     output.append(0, np.array(ids, np.uint16).tobytes(), np.array(sizes), np.array(lengths))
 
 
-def test_all_documents_at_once_equal_some_at_a_time_and_the_type_follows_the_vocabulary(tmp_path):
-    write_dataset(tmp_path / "a", [[[1], [2, 3]], [[]], [[4]]])
-    with writing(tmp_path / "b") as output:
-        append(output, [1, 2, 3], [1, 2, 0], [2, 1])
-        append(output, [4], [1], [1])
-        output.publish([None])
-    for suffix in ("bin", "idx"):
-        assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
+def test_the_type_of_ids_follows_the_vocabulary():
     assert token_dtype(65_499) == np.uint16 and token_dtype(65_500) == np.int32
 
 
@@ -84,6 +77,7 @@ def test_slices_are_read_only_views_and_pickle_keeps_the_prefix(tmp_path):
 def test_megatron_files_survive_read_and_rewrite_byte_for_byte(tmp_path, name):
     for suffix in (".bin", ".idx"):
         (tmp_path / (name + suffix)).write_bytes(shared_asset(f"indexed/{name}{suffix}"))
+    assert list(verify(tmp_path / name)) == []
     dataset = IndexedDataset(tmp_path / name)
     bounds = dataset.document_indices.tolist()
     documents = [[dataset[i] for i in range(*span)] for span in zip(bounds, bounds[1:], strict=False)]
@@ -433,8 +427,6 @@ def test_documents_of_a_range_give_consecutive_pieces_and_short_ones_are_dropped
     for index in (-1, 7):
         with pytest.raises(IndexError):
             samples.tokens([index])
-    samples = SampleIndex(FakeDataset(documents_of(25, 7, 8, 20)), (2, 4), seq_length=100)
-    assert all_of(samples) == counting(32, 40, 60)
     wrong_arguments("--seq-length is 2", SampleIndex, FakeDataset(documents_of(20)), (0, 1), seq_length=2)
 
 
@@ -479,36 +471,17 @@ def test_memory_is_small_for_many_documents():
     assert kept < 200_000, "3/8 byte a document, nothing a sample"
 
 
-@pytest.fixture
-def prefix(tmp_path):
-    manifest = {"tokenizer": {"type": "SentencePiece", "fingerprint": "abc", "vocab_size": 100}}
-    write_dataset(tmp_path / "corpus_text_document", documents_of(30, 9, 3), manifest=manifest)
-    return tmp_path / "corpus_text_document"
-
-
-def test_a_damaged_index_gives_no_samples(prefix):
+def test_a_damaged_index_gives_no_samples(tmp_path):
     """A size, a byte offset, and a document border that crosses the next one or points far outside."""
-    samples = SampleIndex(IndexedDataset(prefix), (0, 3), seq_length=22)
-    assert all_of(samples)[:3] == counting(0, 20, 30, 39)
-    path = prefix.with_suffix(".idx")
+    prefix = write(tmp_path / "corpus", documents_of(30, 9, 3))
+    path = Path(f"{prefix}.idx")
     whole = path.read_bytes()
+    assert all_of(SampleIndex(IndexedDataset(prefix), (0, 3), seq_length=22)) == counting(0, 20, 30, 39)
     for place, number in ((0, -30), (12 + 8, 13), (12 + 24 + 8, 3), (12 + 24 + 8, 10**9)):
-        data = bytearray(whole)
-        struct.pack_into("<i", data, HEADER.size + place, number)
-        path.write_bytes(data)
+        path.write_bytes(whole)
+        patch(path, HEADER.size + place, "<i", number)
         line = r"\.idx: .*: damaged; copy both files again"
         refused(line, SampleIndex, IndexedDataset(prefix), (0, 3), seq_length=22)
-
-
-def test_check_tokenizer(prefix):
-    other = SimpleNamespace(tokenizer_type="HuggingFace", fingerprint="xyz", vocab_size=50)
-    check_tokenizer(prefix, SimpleNamespace(tokenizer_type="SentencePiece", fingerprint="abc", vocab_size=100))
-    error = refused(r"corpus_text_document\.json", check_tokenizer, prefix, other)
-    assert error.exit_code == 1
-    for part in ("SentencePiece abc of 100 pieces", "HuggingFace xyz of 50 pieces"):
-        assert part in str(error)
-    prefix.with_suffix(".json").unlink()
-    check_tokenizer(prefix, other)
 
 
 def test_an_index_damaged_behind_the_totals_is_refused_where_it_is_used(tmp_path):

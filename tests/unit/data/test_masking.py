@@ -1,11 +1,8 @@
-"""Masking in words, tokens and n-grams: equal to the loop twin, the promised rates, purity, and specials left alone.
+"""Masking in words, tokens and n-grams: equal to the loop twin, which has the rates and draws by row and column.
 
-Rates, budget and the over-four-pieces rule hold on real text, words being told apart by the pieces' own spelling.
 Counter-based draws: pure, uniform, independent of how they are asked for; the shuffle is a bijection."""
 
 import itertools
-import json
-import lzma
 
 import numpy as np
 import pytest
@@ -17,9 +14,7 @@ from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.masking import Masker, predict_next
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, permute, to_unit
-from megatron_ddrp.data.tokenizers.libraries import SentencePieceTokenizer, WordPieceTokenizer
-from megatron_ddrp.data.tokenizers.vocabulary import train_sentencepiece
-from tests.datasets import SHARED, fake_tokenizer, shared_asset
+from tests.datasets import fake_tokenizer
 from tests.reference import objectives as twin
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
@@ -58,10 +53,8 @@ def twin_masks(ids, documents, epoch, sample, mask_prob, masking):
     def draws(purpose):
         return hash_uint64(SEED, purpose, epoch, sample, np.arange(len(ids)))
 
-    order, action, ngrams = (
-        draws("mask-order") >> np.uint64(32),
-        *map(to_unit, map(draws, ("mask-action", "mask-ngram"))),
-    )
+    order = draws("mask-order") >> np.uint64(32)
+    action, ngrams = to_unit(draws("mask-action")), to_unit(draws("mask-ngram"))
     ordinary = [token for token in range(VOCAB) if token not in SPECIAL]
     pieces = [ordinary[int(draw * len(ordinary))] for draw in to_unit(draws("mask-piece"))]
     selectable = [bool(own) and token not in (PAD, CLS, SEP, MASK) for token, own in zip(ids, documents, strict=True)]
@@ -70,7 +63,9 @@ def twin_masks(ids, documents, epoch, sample, mask_prob, masking):
 
 
 def assert_equals_twin(ids, documents, epochs, samples, mask_prob=0.15, masking="whole-word", rows=None):
+    before = ids.copy()
     masked, labels = make_masker(mask_prob=mask_prob, masking=masking)(ids, documents, epochs, samples)
+    assert np.array_equal(ids, before), "inputs stay untouched"
     for row in rows or range(len(ids)):
         given = ids[row].tolist(), documents[row].tolist(), int(epochs[row]), int(samples[row])
         assert (masked[row].tolist(), labels[row].tolist()) == twin_masks(*given, mask_prob, masking)
@@ -126,81 +121,13 @@ def test_thousands_of_short_rows_are_masked_as_a_few():
         assert np.array_equal(at_once, np.concatenate(of_parts))
 
 
-def test_rates_on_zipf_text():
-    ids, documents = make_rows(600, 512, np.random.default_rng(2))
-    masked, labels = mask_rows(ids, documents)
-    selected = labels != IGNORED_LABEL
-    ordinary = (documents > 0) & ~np.isin(ids, [PAD, CLS, SEP, MASK])
-    assert ordinary.sum() > 100_000 and np.all(selected.sum(axis=1) >= 1)
-    assert selected.sum() / ordinary.sum() == pytest.approx(0.15, abs=0.002)
-    long_rows = ordinary.sum(axis=1) >= 40
-    assert np.all(selected.sum(axis=1)[long_rows] <= np.rint(0.15 * ordinary.sum(axis=1))[long_rows])
-    shown, original = masked[selected], ids[selected]
-    assert np.mean(shown == MASK) == pytest.approx(0.8, abs=0.01)
-    random_pieces = shown[(shown != MASK) & (shown != original)]
-    # A random piece equals the original now and then, so the visible shares lie a little off 10 %.
-    assert len(random_pieces) / len(shown) == pytest.approx(0.1 * (1 - 1 / (VOCAB - 5)), abs=0.01)
-    assert set(random_pieces.tolist()) == {*range(VOCAB)} - {*SPECIAL}, "every ordinary piece is drawn"
-
-
-def test_labels_name_the_originals_and_specials_are_never_touched_nor_ids_without_a_piece_drawn():
-    ids, documents = make_rows(200, 128, np.random.default_rng(3))
-    masked, labels = mask_rows(ids, documents)
-    selected = labels != IGNORED_LABEL
-    assert np.array_equal(labels[selected], ids[selected]) and np.array_equal(masked[~selected], ids[~selected])
-    assert not np.isin(ids[selected], [PAD, CLS, SEP, MASK]).any() and not selected[documents == 0].any()
-    assert np.any(ids[selected] == UNK), "[UNK] is a word like any other"
+def test_ids_without_a_piece_are_never_drawn():
     tokenizer = fake_tokenizer(WORD_STARTS)
     tokenizer.pieces[20:] = [""] * (VOCAB - 20)
     ids, documents = make_rows(200, 64, np.random.default_rng(0))
     ids[ids >= 20] = 7
     masked, _ = Masker(tokenizer, 0.5, SEED)(ids, documents, np.zeros(200, np.int64), np.arange(200))
     assert masked.max() == 19
-
-
-def test_words_of_up_to_four_pieces_stay_whole_and_longer_ones_split():
-    for pieces in (2, 4, 5):
-        ids = np.array([[CLS, *[10, *[150] * (pieces - 1)] * 20, SEP]] * 50)
-        counts = (mask_rows(ids)[1] != IGNORED_LABEL)[:, 1:-1].reshape(50, 20, pieces).sum(axis=2)
-        if pieces <= 4:
-            assert set(np.unique(counts)) == {0, pieces}
-        else:
-            assert set(np.unique(counts)) > {0, 1}
-            assert np.all(counts.sum(axis=1) == round(0.15 * 20 * pieces)), "single pieces fill the budget exactly"
-
-
-def test_a_skipped_unit_leaves_room_for_a_smaller_one():
-    """Budget 2 of 13: a three-piece word never fits, a two-piece one only first, single pieces fill the rest."""
-    ids = np.array([[CLS, 10, 150, 151, 11, 152, 12, 13, 14, 10, 150, 151, 11, 152, SEP]] * 400)
-    selected = mask_rows(ids)[1] != IGNORED_LABEL
-    assert not selected[:, [1, 2, 3, 9, 10, 11]].any() and np.all(selected.sum(axis=1) == 2)
-    assert np.array_equal(selected[:, 4], selected[:, 5]) and selected[:, 4].any() and selected[:, 6].any()
-
-
-def test_where_no_unit_fits_one_whole_word_is_taken_and_none_without_words():
-    ids = np.array([[CLS, 10, 150, 11, 151, 152, SEP, PAD]] * 100)
-    _, labels = mask_rows(ids, (ids != PAD).astype(int))
-    masks = {tuple(row) for row in (labels != IGNORED_LABEL).astype(int).tolist()}
-    assert masks == {(0, 1, 1, 0, 0, 0, 0, 0), (0, 0, 0, 1, 1, 1, 0, 0)}
-    ids = np.array([[CLS, SEP, PAD], [PAD, PAD, PAD], [CLS, 7, SEP]])
-    masked, labels = mask_rows(ids, np.array([[1, 1, 0], [0, 0, 0], [1, 1, 1]]))
-    assert np.array_equal(masked[:2], ids[:2])
-    assert (labels != IGNORED_LABEL).tolist() == [[False] * 3, [False] * 3, [False, True, False]]
-
-
-def test_pure_in_seed_epoch_and_sample_and_independent_of_row_and_padding():
-    ids, documents = make_rows(30, 100, np.random.default_rng(4))
-    before, epochs, samples, masker = ids.copy(), np.arange(30) % 3, np.arange(30) * 7, make_masker()
-    masked, labels = masker(ids, documents, epochs, samples)
-    assert np.array_equal(ids, before), "inputs stay untouched"
-    again = masker(ids, documents, epochs, samples)
-    assert masked.tobytes() == again[0].tobytes() and labels.tobytes() == again[1].tobytes()
-    order = np.random.default_rng(5).permutation(30)
-    wider = [np.pad(x[order], ((0, 0), (0, 11))) for x in (ids, documents)]
-    moved = masker(*wider, epochs[order], samples[order])
-    assert np.array_equal(moved[0][:, :100], masked[order]) and np.array_equal(moved[1][:, :100], labels[order])
-    for other in (masker(ids, documents, epochs + 1, samples), masker(ids, documents, epochs, samples + 1)):
-        assert not np.array_equal(other[1], labels)
 
 
 def test_shares_can_be_set_for_electra_and_impossible_ones_are_refused():
@@ -211,100 +138,6 @@ def test_shares_can_be_set_for_electra_and_impossible_ones_are_refused():
     for name, value in (("mask_prob", 0.0), ("mask_prob", 1.5), ("mask_share", 0.95)):
         with pytest.raises(ValueError, match=name):
             make_masker(**{name: value})
-
-
-LENGTH = 128
-EPOCHS = 4
-
-
-@pytest.fixture(scope="module", params=["wordpiece", "sentencepiece"])
-def corpus(request, tmp_path_factory):
-    """(tokenizer, whether each piece starts a word by its spelling, rows of ids `[rows, LENGTH]`)."""
-    if not (SHARED / "sample.jsonl.xz").exists():
-        pytest.skip("sample.jsonl.xz is not at hand")
-    with lzma.open(SHARED / "sample.jsonl.xz", "rt", encoding="utf-8") as stream:
-        texts = [json.loads(line)["text"] for line in stream]
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "wordpiece":
-        (folder / "vocab.txt").write_bytes(shared_asset("vocab/bert-base-uncased-vocab.txt"))
-        tokenizer = WordPieceTokenizer(folder / "vocab.txt", "BertWordPieceLowerCase")
-        begins = np.array([not piece.startswith("##") for piece in tokenizer.pieces])
-    else:
-        model, *_ = train_sentencepiece(texts[:60], 1500)
-        (folder / "spm.model").write_bytes(model)
-        tokenizer = SentencePieceTokenizer(folder / "spm.model")
-        begins = np.array([piece.startswith("▁") for piece in tokenizer.pieces])
-    begins[tokenizer.special_ids] = True
-    ids = np.concatenate([np.array(ids, np.int64) for ids in tokenizer.encode_batch(texts[:150])])
-    rows = ids[: len(ids) // (LENGTH - 2) * (LENGTH - 2)].reshape(-1, LENGTH - 2)
-    return (
-        tokenizer,
-        begins,
-        np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (tokenizer.cls_id, tokenizer.sep_id))),
-    )
-
-
-def mask(corpus, masking, mask_prob=0.15):
-    """Rows `[EPOCHS * rows, LENGTH]`: ids, masked ids, whether selected."""
-    tokenizer, _, rows = corpus
-    masker = Masker(tokenizer, mask_prob, masking=MASKINGS.find(masking)())
-    ids = np.tile(rows, (EPOCHS, 1))
-    masked, labels = masker(ids, np.ones_like(ids), *np.divmod(np.arange(len(ids)), len(rows)))
-    return ids, masked, labels != IGNORED_LABEL
-
-
-def words_taken(corpus, masking, mask_prob=0.15):
-    """Pieces of each word, and those that are selected, the rows' ordinary tokens laid end to end; both `[words]`."""
-    ids, _, selected = mask(corpus, masking, mask_prob)
-    starts = corpus[1][ids[:, 1:-1]].copy()
-    starts[:, 0] = True
-    first = np.flatnonzero(starts)
-    return np.diff(first, append=starts.size), np.add.reduceat(selected[:, 1:-1].ravel(), first, dtype=np.int64)
-
-
-@pytest.mark.parametrize("mask_prob", [0.15, 0.4])
-@pytest.mark.parametrize("masking", MASKINGS)
-def test_budget_and_shares(corpus, masking, mask_prob):
-    tokenizer, _, _ = corpus
-    ids, masked, selected = mask(corpus, masking, mask_prob)
-    budget, counts = round(mask_prob * (LENGTH - 2)), selected.sum(axis=1)
-    assert selected.size > 100_000 and counts.max() <= budget and counts.min() >= 1
-    assert counts.mean() == pytest.approx(budget, rel=0.005), "nearly always filled to the last token"
-    assert not selected[:, [0, -1]].any()
-    shown, original = masked[selected], ids[selected]
-    assert np.mean(shown == tokenizer.mask_id) == pytest.approx(0.8, abs=0.015)
-    replaced = (shown != tokenizer.mask_id) & (shown != original)
-    assert np.mean(replaced) == pytest.approx(0.1, abs=0.01)
-    assert not np.isin(shown[replaced], tokenizer.special_ids).any()
-    # No place is preferred: each tenth of the row gets its share.
-    places = np.array_split(selected[:, 1:-1].mean(axis=0), 10)
-    assert [part.mean() for part in places] == pytest.approx([mask_prob] * 10, rel=0.12)
-
-
-@pytest.mark.parametrize("masking", ["whole-word", "ngram"])
-def test_words_up_to_four_pieces_are_whole_and_longer_ones_fall_apart(corpus, masking):
-    sizes, taken = words_taken(corpus, masking)
-    short, long_sizes, long_taken = sizes <= 4, sizes[sizes > 4], taken[sizes > 4]
-    assert set(np.unique(sizes[short])) == {1, 2, 3, 4} and len(long_sizes) > 50
-    assert np.all((taken[short] == 0) | (taken[short] == sizes[short]))
-    assert np.any((long_taken > 0) & (long_taken < long_sizes)), "a long word's pieces are drawn one by one"
-    # Pieces of long words are as likely as any other to be predicted, give or take chance and the end of the budget.
-    assert long_taken.sum() / long_sizes.sum() == pytest.approx(0.15, abs=0.035)
-
-
-def test_single_tokens_split_words(corpus):
-    sizes, taken = words_taken(corpus, "token")
-    assert np.mean(taken[sizes == 2] == 1) == pytest.approx(2 * 0.15 * 0.85, abs=0.03)
-
-
-def test_ngrams_are_of_one_to_three_words_with_falling_shares(corpus):
-    """In low doses n-grams seldom touch, so the runs of selected words show the law p(n) = 6/11, 3/11, 2/11."""
-    sizes, taken = words_taken(corpus, "ngram", mask_prob=0.1)
-    borders = np.diff(np.pad((taken > 0) & (sizes <= 4), 1).astype(np.int8))
-    lengths = np.flatnonzero(borders == -1) - np.flatnonzero(borders == 1)
-    shares = np.bincount(lengths, minlength=6)[1:] / len(lengths)
-    assert shares[0] > shares[1] > shares[2] > shares[3] and shares[3:].sum() < 0.12
-    assert shares[:3] == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.08)
 
 
 def test_draws_are_elementwise_functions_of_their_seed_purpose_and_counters_and_frozen():
@@ -360,11 +193,7 @@ def test_permute_places_are_uniform_over_epochs(size):
         assert stats.chisquare(counts).pvalue > 1e-5
 
 
-def test_permute_scatters_neighbours_and_single_points_of_huge_ranges():
-    size = 10_000
-    place = permute(np.arange(size), size, 1, "shuffle", 0)
-    assert abs(np.corrcoef(np.arange(size), place)[0, 1]) < 0.05
-    assert abs(np.corrcoef(place[:-1], place[1:])[0, 1]) < 0.05
+def test_permute_scatters_neighbours_of_huge_ranges():
     size = 10**12 + 39
     place = permute(np.arange(1000), size, 5, "shuffle", 0)
     assert np.unique(place).size == 1000 and place.min() >= 0 and place.max() < size

@@ -8,7 +8,6 @@ import json
 import lzma
 import os
 import random
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_ddrp.config import Config
-from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.dataset import dataset_index, indexed_dataset, merging
 from megatron_ddrp.data.dataset.merging import merge, shuffle
@@ -123,20 +120,6 @@ def test_refusals_leave_everything_as_it_was(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     other = write(tmp_path / "d", [[[4]]], manifest=manifest("d", 1))
     assert [ids.tolist() for ids in merge(tmp_path / "a", [a, other], overwrite=True)] == [[1], [4]]
-
-
-def test_killed_halfway_nothing_has_the_final_name(tmp_path):
-    prefixes = [write(tmp_path / name, [[[1, 2]], [[3]]]) for name in "ab"]
-    killed = os.fork()
-    if not killed:
-        try:
-            merge(tmp_path / "all", prefixes, advance=lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
-    assert [path.name for path in tmp_path.glob("all*")] == ["all.unfinished"]
-    assert len(merge(tmp_path / "all", prefixes)) == 4
-    assert {path.name for path in tmp_path.glob("all*")} == {"all.bin", "all.idx"}
 
 
 WORDS = ["the", "cat", "sat", "##s", ".", "on", "mat", "a"]
@@ -402,9 +385,3 @@ def test_an_output_is_replaced_only_when_asked_may_be_the_input_and_damage_gets_
         damage(prefix, suffix, place)
         refused(rf"source\{suffix}", shuffle, tmp_path / "mixed", prefix, 1)
     assert list(tmp_path.glob("mixed*")) == []
-
-
-def test_it_mends_validation_text_of_another_kind(prose_then_code, tmp_path):
-    for prefix, count in ((prose_then_code, 1), (shuffle(tmp_path / "mixed", prose_then_code, 1234).prefix, 0)):
-        config = Config().replace(data={"data_path": (prefix,)}, model={"seq_length": 48})  # vocabulary: the manifest's
-        assert len(Corpus.open(config).split_remarks()) == count

@@ -10,8 +10,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-import unicodedata
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,38 +166,6 @@ def test_sentences_have_the_ids_of_the_whole_text(folder, kind):
     assert first.replace("\u2581", " ").replace("\u0120", " ").strip().endswith("he cat sat.")
 
 
-def test_a_document_of_one_token_is_kept_from_every_kind_of_file(folder):
-    (folder / "in").mkdir()
-    (folder / "in" / "a.txt").write_text("cat\n\nmat\n")
-    (folder / "in" / "b.json").write_text('{"text": "sat"}\n')
-    (folder / "in" / "wiki_00").write_text('<doc id="1" url="" title="">\nthe\n</doc>\n')
-    result = preprocess(config(folder, input=(str(folder / "in"),)))
-    assert sequences(result.prefixes[0]) == ["cat", "mat", "sat", "the"]
-    inputs = IndexedDataset(result.prefixes[0]).manifest["inputs"]
-    assert [entry["name"] for entry in inputs] == ["a.txt", "b.json", "wiki_00"]
-
-
-JAPANESE = """山の上の小さな町では、朝になると鐘が鳴り、
-市場に人々が集まって、野菜や魚やパンを売り買い
-する。子どもたちは川のそばを走り、犬はその
-あとを追いかける。夕方には窓に明かりがともる。"""
-
-
-@pytest.mark.parametrize("dummy_prefix", [True, False])
-@pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
-def test_line_breaks_in_japanese_give_no_unknown_piece(folder, rule, dummy_prefix):
-    options = {"vocab_size": 300, "normalization_rule_name": rule, "add_dummy_prefix": dummy_prefix}
-    train_model(folder / "ja.model", JAPANESE.split("\n") * 20, **options)
-    (folder / "ja.txt").write_text(f"{JAPANESE}\n\n{JAPANESE}\n", encoding="utf-8")
-    files = {"input": (str(folder / "ja.txt"),), "tokenizer_model": str(folder / "ja.model"), "vocab_file": None}
-    done = preprocess(config(folder, tokenizer_type="SentencePiece", **files))
-    tokenizer = build_tokenizer("SentencePiece", None, files["tokenizer_model"])
-    documents = list(IndexedDataset(done.prefixes[0]))
-    assert len(documents) == 2 and not any((ids == tokenizer.unk_id).any() for ids in documents)
-    expected = unicodedata.normalize("NFKC" if "nfkc" in rule else "NFC", JAPANESE.replace("\n", ""))
-    assert tokenizer.decode(documents[1].tolist()) == expected
-
-
 def test_a_large_vocabulary_is_stored_in_int32(folder):
     with (folder / "vocab.txt").open("a") as stream:
         stream.writelines(f"w{i}\n" for i in range(len(VOCAB), 65_500))
@@ -240,57 +208,26 @@ def test_existing_output_stays_unless_overwrite_and_impossible_settings_are_refu
     wrong_arguments("--json-keys a/b: expected a key without /", config, folder, json_keys=("text", "a/b"))
 
 
-def run(*command, **options):
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": ""}
-    return subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False, **options)
-
-
-def test_command_reads_standard_input_from_any_folder(folder):
-    flags = ("--input", "-", "--output_prefix", "out/p", "--vocab_file", "vocab.txt")
-    done = run(sys.executable, TOOL, *flags, input=(folder / "in.jsonl").read_bytes(), cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.decode().startswith("3 documents, 17 tokens") and done.stderr == b""
-    piped = outputs(folder)
-    preprocess(config(folder, overwrite=True))
-    del piped["p_text_document.json"]  # which names the input
-    assert piped.items() <= outputs(folder).items()
-
-
 @pytest.mark.parametrize("packed", [False, True])
-def test_command_reads_named_pipes_and_process_substitutions(folder, packed):
-    data = (folder / "in.jsonl").read_bytes()
-    (folder / "copy").write_bytes(gzip.compress(data) if packed else data)
-    os.mkfifo(folder / "pipe")
-    writer = subprocess.Popen(["cp", "copy", "pipe"], cwd=folder)
-    flags = "--input pipe --output-prefix named --vocab-file vocab.txt"
-    done = run(sys.executable, TOOL, *flags.split(), cwd=folder)
-    assert done.returncode == writer.wait(60) == 0, done.stderr
-    assert done.stderr == b"pipe: a pipe; waiting for its writer\n"
-    command = f"{sys.executable} {TOOL} --output-prefix shell --vocab-file vocab.txt --input <(cat copy)"
-    done = run("bash", "-c", command, cwd=folder)
-    assert done.returncode == 0 and done.stderr == b"", done.stderr
+def test_named_pipes_process_substitutions_and_standard_input_are_read(folder, capfd, monkeypatch, packed):
+    data, pipe, copy = (folder / "in.jsonl").read_bytes(), folder / "pipe", folder / "copy"
+    data = gzip.compress(data) if packed else data
+    copy.write_bytes(data)
     expected = Path(preprocess(config(folder)).prefixes[0] + ".bin").read_bytes()
-    for name in ("named", "shell"):
-        assert (folder / f"{name}_text_document.bin").read_bytes() == expected
-
-
-def test_command_mistakes_are_one_line(folder, run_tool, monkeypatch):
-    for name in ("empty.jsonl", "empty.gz"):
-        (folder / name).touch()
-    monkeypatch.chdir(folder)
-    for words, code, complaint in (
-        ("--input none.jsonl --vocab-file vocab.txt", 1, "none.jsonl: No such file"),
-        ("--input empty.jsonl --vocab-file vocab.txt", 1, "no text to tokenize in empty.jsonl"),
-        ("--input empty.gz --vocab-file vocab.txt", 1, "empty.gz: empty, expected a .gz file"),
-        ("--input in.jsonl", 2, "--tokenizer-type BertWordPieceLowerCase needs --vocab-file"),
-        ("--input in.jsonl --wrokers 2", 2, "did you mean --workers?"),
-        ("--input in.jsonl --workers 0", 2, "--workers is 0: it must lie in [1, 4096]"),
-        ("--input in.jsonl --on-error ignore", 2, "invalid choice: 'ignore' (choose from 'stop', 'skip')"),
-    ):
-        done = run_tool(preprocess_command, "--output-prefix", "p", *words.split())
-        assert done.returncode == code and complaint in done.stderr
-        assert done.stderr.startswith(f"{preprocess_command.__name__}: error: ") and done.stderr.count("\n") == 1
-    assert not list(folder.glob("p_*"))
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(data,))
+    writer.start()
+    of_shell, end = os.pipe()
+    os.write(end, data)
+    os.close(end)
+    waiting = f"{pipe}: a pipe; waiting for its writer\n"
+    with copy.open("rb") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        for given, told in ((pipe, waiting), (f"/dev/fd/{of_shell}", ""), ("-", "")):
+            [prefix] = preprocess(config(folder, input=(str(given),), overwrite=True)).prefixes
+            assert Path(f"{prefix}.bin").read_bytes() == expected and capfd.readouterr().err == told
+    writer.join()
+    os.close(of_shell)
 
 
 def test_a_stopped_command_takes_its_unfinished_files_away(folder):

@@ -58,6 +58,7 @@ def packed(tokenizer, texts):
 @given(text=TRICKY)
 @example(text="UnAffable CAFÉ cafe\u0301s e\u0301.\u0301e =\u0338 a\x00b c\x1cd 中文a [MASK] [mask] ##s don't")
 @example(text="a" * 100 + " " + "a" * 101 + " " + "中" * 150)
+@example(text="The Unaffable CAFÉS, naïvely (2013–14) \u00a0 ﬁ İstanbul ΑΣ 한글 [CLS]")
 def test_ids_are_berts_own(vocab_file, lower, text):
     ours, vocab = _wordpiece(vocab_file, lower), numbered(*VOCAB)
     theirs = BertWordPieceTokenizer(vocab, lowercase=lower, strip_accents=lower)
@@ -71,24 +72,6 @@ def test_ids_are_berts_own(vocab_file, lower, text):
 @functools.cache
 def _wordpiece(vocab_file, lower):
     return build_tokenizer(f"BertWordPiece{'LowerCase' if lower else 'Case'}", vocab_file)
-
-
-@pytest.fixture(scope="module")
-def transformers_tokenizers(vocab_file):
-    """Case → transformers' BertTokenizer, reading special tokens in a text as text."""
-    transformers = pytest.importorskip("transformers")
-    files = {"vocab_file": str(vocab_file), "vocab": str(vocab_file)}
-    return {lower: transformers.BertTokenizer(**files, do_lower_case=lower) for lower in (True, False)}
-
-
-@pytest.mark.parametrize("lower", [True, False])
-@settings(max_examples=100, deadline=None)
-@given(text=TRICKY)
-@example(text="The Unaffable CAFÉS, naïvely 中文 don't (2013–14) \u00a0 ﬁ İstanbul ΑΣ 한글 [MASK] [CLS]")
-def test_ids_equal_transformers(vocab_file, transformers_tokenizers, lower, text):
-    theirs = transformers_tokenizers[lower]
-    expected = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
-    assert _wordpiece(vocab_file, lower).encode(text) == expected
 
 
 def test_decoded_text_and_a_full_cache_that_changes_no_ids(vocab_file, monkeypatch):
@@ -263,17 +246,14 @@ def test_sentencepiece_appends_what_the_model_lacks(sentencepiece_model):
 
 def test_huggingface_reads_roles_and_ignores_specials_in_text(tmp_path):
     specials = ["<go>", "<end>", "<pad>", "<mask>", "<unk>"]
-    model = models.WordLevel(numbered(*specials, *"abcd"), unk_token="<unk>")
-    cut = {"truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}}
+    model = models.WordLevel(numbered(*specials, *"ab"), unk_token="<unk>")
     made, named = (model, pre_tokenizers.WhitespaceSplit()), {"cls": "<go>", "sep": {"content": "<end>"}}
-    tokenizer = built(tmp_path / "hf", made, named, added=specials, change=lambda layout: layout.update(cut))
-    assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id) == (0, 1, 3) and tokenizer.word_starts.all()
-    assert tokenizer.encode("a b c d") == [5, 6, 7, 8], "the file's truncation is not ours"
-    assert tokenizer.encode_batch(["a <mask> b <go>"]) == [tokenizer.encode("a <mask> b <go>")] == [[5, 4, 6, 4]]
-    assert pickle.loads(pickle.dumps(tokenizer)).encode("a <mask> b <go>") == [5, 4, 6, 4]
+    tokenizer = built(tmp_path / "hf", made, named, added=specials)
     tokenizer.save(tmp_path / "saved")
-    again = load_tokenizer(tmp_path / "saved")
-    assert again.cls_id == 0 and again.fingerprint == tokenizer.fingerprint
+    for ours in (tokenizer, load_tokenizer(tmp_path / "saved"), pickle.loads(pickle.dumps(tokenizer))):
+        assert (ours.cls_id, ours.sep_id, ours.mask_id) == (0, 1, 3) and ours.word_starts.all()
+        assert ours.encode_batch(["a <mask> b <go>"]) == [ours.encode("a <mask> b <go>")] == [[5, 4, 6, 4]]
+        assert ours.fingerprint == tokenizer.fingerprint
 
 
 def test_huggingface_word_starts(tmp_path):

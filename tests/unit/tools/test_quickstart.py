@@ -151,24 +151,22 @@ def test_whole_sources_until_there_is_enough_and_no_paragraph_twice(monkeypatch)
 
 
 def test_the_command_needs_no_torch_names_packages_that_are_not_installed_and_skips_usual_ones(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, run_tool
 ):
-    out = tmp_path / "corpus.jsonl"
-    code = f"""
+    out, words = tmp_path / "corpus.jsonl", ["--megabytes", "0.1", "--packages"]
+    code = """
 import runpy, sys
-sys.argv = ["tool", "--output", {str(out)!r}, "--packages", "--megabytes", "0.1"]
+del sys.argv[0]
 try:
-    runpy.run_path({str(TOOL)!r}, run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
     assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code, TOOL, "--output", out, *words], check=True)
     assert all(set(json.loads(line)) == {"title", "text"} for line in out.read_text().splitlines())
-    out = tmp_path / "none.jsonl"
-    words = [sys.executable, str(TOOL), "--output", str(out), "--megabytes", "0.1", "--packages"]
-    names = ["nosuch", "json", "nosuch.sub", "json.nosuch", "sys.sub", "this", ".x"]
-    done = subprocess.run([*words, *names], capture_output=True, text=True)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and not out.exists()
+    out, names = tmp_path / "none.jsonl", ["nosuch", "json", "nosuch.sub", "json.nosuch", "sys.sub", "this", ".x"]
+    done = run_tool(collect_documentation, "--output", out, *words, *names)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not out.exists()
     named = "--packages nosuch nosuch.sub json.nosuch sys.sub this .x"
     assert f"{named}: no package that is installed in this Python" in done.stderr
 
@@ -177,24 +175,19 @@ finally:
 
     monkeypatch.setattr(collect_documentation, "PACKAGES", ("nosuch.sub", "nosuch", "json"))
     monkeypatch.setattr(collect_documentation, "collect", names_only)
-    monkeypatch.setattr(sys, "argv", ["tool", "--output", str(out)])
-    collect_documentation.main()
-    printed = capsys.readouterr().out
+    printed = run_tool(collect_documentation, "--output", out).stdout
     assert printed.endswith(", json\n") and "nosuch" not in printed
 
 
-def corpus(documents=80):
+def corpus():
+    """Documents of six sentences, each of which names the number of its document."""
     rng = random.Random(0)
     nouns = ["parser", "table", "reader", "socket", "thread", "buffer", "module", "client", "server", "window"]
     verbs = ["returns", "opens", "closes", "copies", "checks", "joins", "splits", "sorts"]
-    texts = []
-    for document in range(documents):
-        found = []
-        for _ in range(6):
-            begin = f"The {rng.choice(nouns)} {rng.choice(verbs)} a {rng.choice(nouns)} number {document}x "
-            found.append(f"{begin}before the {rng.choice(nouns)}, {rng.choice(verbs)} Python.")
-        texts.append(" ".join(found))
-    return texts
+    words = nouns, verbs, nouns, nouns, verbs
+    form = "The {} {} a {} number NUMBERx before the {}, {} Python."
+    texts = (" ".join(form.format(*map(rng.choice, words)) for _ in range(6)) for _ in range(80))
+    return [text.replace("NUMBER", str(number)) for number, text in enumerate(texts)]
 
 
 def test_sentences_are_whole_prose_of_6_to_30_words_and_a_swap_moves_two_inner_words_that_differ():
@@ -236,7 +229,6 @@ def test_every_sentence_comes_once_as_it_is_and_once_changed_in_one_of_the_files
     swap_words.main()
     data = read_task(TaskFiles(train=out / "train.csv", valid=out / "valid.csv"))
     assert (data.task.name, data.task.metric, data.task.labels) == ("word-order", "accuracy", ("real", "swapped"))
-    real = {sentence for text in corpus() for sentence in sentences(text)}
     assert data.baseline == 0.5 and (len(data.train), len(data.dev["valid"])) == (100, 20)
     for example in (*data.train, *data.dev["valid"]):
         assert (example.texts[0] in real) == (example.label == 0)
