@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 
-from megatron_ddrp.lab.compare.command import parse_arguments
 from megatron_ddrp.lab.compare.measures import make_row
 from megatron_ddrp.lab.compare.page import Page, by_phenomenon
 from megatron_ddrp.lab.compare.rows import as_run
@@ -139,12 +138,6 @@ def test_every_measure_has_its_gain_both_intervals_tables_and_figures_and_anothe
     assert found == pytest.approx({"all": 0.51, "morphology": 0.51, "syntax": 0.51}, abs=0.01)
 
 
-def test_missing_predictions_leave_the_interval_over_items_out(work):
-    next((plans.measures_of(work, "glue")[-1].job.output.parent / "predictions").iterdir()).unlink()
-    gain = gain_of(work, GLUE)
-    assert gain.items is None and gain.seeds.mean == pytest.approx(0.05)
-
-
 def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_refused(work):
     before = gain_of(work, GLUE).items
     for score in plans.measures_of(work, "glue"):
@@ -177,17 +170,6 @@ def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path
     assert not before & {measure.job.name for measure in plans.measures_of(open_work(with_scores), "finetune")}
     (tmp_path / "valid.jsonl").unlink()
     refused(r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks", open_work, with_scores)
-
-
-def test_the_command_line_brings_minimal_pairs_into_a_plan_or_leaves_them_out(values, write, tmp_path):
-    def read(file, *words):
-        return plans.read_plan(file, parse_arguments(["plan.yaml", "--output-dir", str(tmp_path), *words]).given)
-
-    assert read(write(values), "--minimal-pairs-dir", "blimp").minimal_pairs.data_dir == "blimp"
-    file = write(values | {"minimal-pairs": {"data_dir": "d"}, "tasks": [{"file": "no/such.yaml"}]})
-    plan = read(file, "--no-minimal-pairs", "--no-tasks")
-    assert plan.minimal_pairs is None and plan.tasks == ()
-    assert read(file, "--minimal-pairs-dir", "e", "--no-tasks").minimal_pairs.data_dir == "e"
 
 
 def test_space_looks_into_every_run_of_the_full_budget_and_one_job_times_all_models_of_the_first_seed(

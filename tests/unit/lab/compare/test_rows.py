@@ -1,21 +1,16 @@
 """Rows: later ones replace earlier ones, and every mistake is one line."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_ddrp.config.training import parse_phases
 from megatron_ddrp.lab.compare.page import by_phenomenon, missing_samples
 from megatron_ddrp.lab.compare.rows import as_run, last_tenth, read_run_rows, samples_file, write_samples
-from megatron_ddrp.lab.compare.runs import LOGGED
 from megatron_ddrp.lab.compare.tables import ExperimentValues, check_places, gains, model_claims, score_table
 from megatron_ddrp.tasks.statistics import LIKE_LOSS, MINIMAL_PAIRS, OTHER_LOSS, TRAINING_LOSS
 from tests.refusals import refused
 from tests.unit.lab.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
-
-LADDER = Path(__file__).resolve().parents[4] / "docs" / "ladder"
 
 
 def row(model="absolute", seed=1, loss=6.0, **other):
@@ -105,24 +100,6 @@ def test_models_of_different_training_texts_are_refused_where_they_are_compared(
         runs = [as_run(one) for one in (row(**level), in_check)]
         check_places(runs)
         assert [run.model for run in ExperimentValues(runs, "novels").runs] == joined
-
-
-def test_rows_of_the_ladder_are_of_one_text_per_file_and_have_no_more_tokens_than_their_steps_can_hold():
-    """Curves begin at step 1, at the end of the first log interval and at that of the second."""
-    files = [read_run_rows([LADDER / f"{name}.jsonl"]) for name in ("rows", "plateau", "fast", "novels")]
-    for runs in files:
-        check_places(runs)
-        assert max(run.unigram_loss for run in runs) - min(run.unigram_loss for run in runs) < 0.001
-    phased = 0
-    for run in sum(files, []):
-        flags = {**run.common, **run.flags}
-        if words := flags.get("seq_length_phases"):
-            phased += 1
-            row = flags["global_batch_size"] * parse_phases(words, flags["seq_length"])[0].seq_length
-            places = [1, run.steps // LOGGED, 2 * (run.steps // LOGGED)]
-            found = [point[0] for point in run.curves[TRAINING_LOSS][:3]]
-            assert all(0.9 * step * row < tokens <= step * row for step, tokens in zip(places, found, strict=True))
-    assert phased == 2
 
 
 def test_arms_stand_in_the_order_of_tables_those_at_half_the_budget_last_and_budgets_are_groups_by_their_words():
