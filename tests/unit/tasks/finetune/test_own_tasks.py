@@ -122,15 +122,6 @@ def test_the_kept_model_is_what_transformers_loads_and_predict_uses(learned, tmp
         assert model.config.id2label[int(logits.argmax())] == line["prediction"]
 
 
-def test_a_checkpoint_of_ours_is_kept_with_equal_predictions(topics, checkpoint_folder, out, tmp_path):
-    main(words(topics, checkpoint_folder, out, *GLANCE))
-    (row,) = rows(out)
-    assert row["head"] == "common"
-    told = predict(model_of(out), topics / "valid.jsonl", tmp_path / "told.jsonl")
-    lines = [json.loads(line) for line in told.read_text().splitlines()]
-    assert [line["prediction"] for line in lines] == list(stored_predictions(out, row)[2])
-
-
 @pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
 def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
     for name, count, seed in (("train", 48, 0), ("valid", 16, 1)):
@@ -141,27 +132,11 @@ def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
         (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
     row, stored, folder = tuned(tmp_path, ".csv", checkpoint_folder, "--metric", "spearman", "--name", "alike")
     assert (row["metric"], row["facts"]["kind"], row["baseline"]) == ("spearman", "regression", None)
+    assert row["scales_labels"]
     told = predict(folder, tmp_path / "valid.csv", tmp_path / "told.tsv")
     header, first, *_ = (line.split("\t") for line in told.read_text().splitlines())
     assert header == ["id", "sentence1", "sentence2", "score", "prediction"]
     assert np.isfinite(float(first[4])) and float(first[4]) == pytest.approx(stored[0], rel=1e-4, abs=1e-4)
-
-
-def test_prices_are_learned_and_the_kept_model_tells_them(bert_folder, tmp_path):
-    for name, count, seed in (("train", 96, 0), ("valid", 21, 1)):
-        given = [text for text, _ in sentences(count, seed)]
-        prices = [250_000.5 + 100_000 * (("cat" in text) + ("dog" in text)) for text in given]
-        lines = ["text,price", *(f"{text},{price}" for text, price in zip(given, prices, strict=True))]
-        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
-    flags = ["--label-column", "price", "--epochs", "10", "--batch-size", "8"]
-    row, predicted, folder = tuned(tmp_path, ".csv", bert_folder, *flags)
-    assert row["scales_labels"] and row["score"] > 0.7
-    assert np.abs(np.subtract(predicted, prices)).mean() < np.std(prices)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = transformers.BertTokenizer(str(bert_folder / "vocab.txt"))
-    with torch.no_grad():
-        told = model(**tokenizer(given, padding=True, return_tensors="pt")).logits[:, 0].double().numpy()
-    np.testing.assert_allclose(told, predicted, rtol=1e-5)
 
 
 def test_several_labels_at_once_from_a_task_file(bert_folder, out, tmp_path):
@@ -351,6 +326,7 @@ def test_tags_are_kept_predicted_and_written_as_conll(tagged, bert_folder, capsy
     row, stored, folder = tuned(tagged, ".conll", bert_folder)
     assert "tokens, seqeval; text from tokens, label from tags" in capsys.readouterr().out
     assert row["metric"] == "seqeval" and row["dev_examples"] == 12
+    assert row["score"] > 0.3 > row["baseline"]
     valid = [row.cells for row in read_rows(str(tagged / "valid.conll"))]
     (tagged / "words.conll").write_text("\n\n".join("\n".join(cells["tokens"]) for cells in valid))
     told = predict(folder, tagged / "words.conll", tagged / "told.conll")
@@ -381,11 +357,12 @@ def asked(tmp_path):
 
 @pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
 def test_answers_are_kept_predicted_and_written_for_squads_script(asked, checkpoint_folder, capsys):
-    row, stored, folder = tuned(asked, ".json", checkpoint_folder, "--metric", "exact-match", "--name", "squad")
+    more = ("--metric", "exact-match", "--name", "squad", "--epochs", "8")
+    row, stored, folder = tuned(asked, ".json", checkpoint_folder, *more)
     printed = capsys.readouterr().out
     assert "qa, exact-match; text from question + context, label from answers" in printed
     assert "train: no answer 16" in printed
-    assert row["score"] == row["epoch_scores"][-1] <= row["beside"]["f1"]
+    assert 0.8 < row["score"] == row["epoch_scores"][-1] <= row["beside"]["f1"]
     assert f"| squad | f1 | {100 * row['beside']['f1']:.2f} |" in printed
     assert_report_is_the_same(asked / "out")
     told = json.loads(predict(folder, asked / "valid.json", asked / "told.json").read_text())
