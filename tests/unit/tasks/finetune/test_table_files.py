@@ -267,10 +267,10 @@ def test_columns_that_a_row_lacks_and_files_that_are_none_are_refused(write, tmp
     packed = gzip.compress(b"text\n" + os.urandom(1000).hex().encode() + b"\n")
     assert fault(write("b.csv.gz", packed[:-100])).startswith(": damaged or cut off after")
     packed = gzip.compress(POINTER.encode())
-    for name in ("a.jsonl", "a.json", "a.csv", "a.tsv", "a.conll", "a.txt", "a.conllu", "a.csv.gz"):
-        said = ": a pointer of Git LFS in place of the file: run git lfs install"
-        assert fault(write(name, POINTER)).startswith(said)
-        assert ": a pointer of Git LFS" in fault(write(f"b{name.removesuffix('.gz')}.gz", packed))
+    for name, content in (("a.jsonl", POINTER), ("a.csv.gz", POINTER), ("b.csv.gz", packed)):
+        assert fault(write(name, content)).startswith(
+            ": a pointer of Git LFS in place of the file: run git lfs install"
+        )
 
 
 WORDS = "some words " * 100

@@ -20,10 +20,9 @@ from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.huggingface import PADDING_SENSITIVE, _is_decoder
 from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.lab.analysis.session import find_snapshots
-from megatron_ddrp.lab.compare.rows import open_rows
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.table_files import Example
-from megatron_ddrp.tasks.glue import TASKS, read_examples
+from megatron_ddrp.tasks.glue import TASKS
 from tests.refusals import refused
 from tests.unit.conversion.conftest import seal_again, write_checkpoint
 from tests.unit.tasks.conftest import POINTER
@@ -333,13 +332,3 @@ def test_a_pointer_of_git_lfs_in_a_folder_is_named(bert_folder, name):
     (bert_folder / name).write_text(POINTER)
     for read in (load_encoder, read_folder):
         refused(f"{name}: a pointer of Git LFS in place of the file: run git lfs install", read, bert_folder)
-
-
-def test_a_pointer_of_git_lfs_in_a_run_or_in_place_of_rows_is_named(checkpoint_folder, tmp_path):
-    for name in ("tokenizer/vocab.txt", "iter_0000003/model.safetensors", "iter_0000003/state.json"):
-        (checkpoint_folder / name).write_text(POINTER)
-        refused("a pointer of Git LFS in place of the file: run git lfs install", load_encoder, checkpoint_folder)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(POINTER)
-    for read in (open_rows, lambda path: read_examples(TASKS["CoLA"], path, path.read_bytes())):
-        refused("rows.jsonl: a pointer of Git LFS in place of the file", read, rows)
