@@ -153,7 +153,8 @@ def bert_folder(tmp_path):
 
 def write_bert(folder, words=WORDS, hidden=16, max_length=16, spread=0.2):
     """Write a BERT of transformers with one layer and random weights, and its vocabulary; return its folder."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     torch.manual_seed(0)
     pieces = [*SPECIAL, *words]
     sizes = {"hidden_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 2 * hidden}

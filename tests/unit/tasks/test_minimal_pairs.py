@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from scipy.stats import ttest_1samp
 
@@ -34,7 +35,6 @@ from tests.refusals import refused, wrong_arguments
 from tests.unit.conversion.conftest import WORDS, seal_again, write_checkpoint
 from tests.unit.tasks.conftest import tokenizer_of
 
-transformers = pytest.importorskip("transformers")
 PAIRS = [
     ("the cat sings.", "the cat sing."),
     ("red dogs run, birds sing.", "red dogs runs, birds sing."),
@@ -234,13 +234,6 @@ def test_a_folder_without_the_head_is_refused_in_one_line(name, tmp_path, tokeni
     refused(r"minimal pairs \(BLiMP\) are not defined: no masked-LM head; the folder lacks", load_masked_lm, tmp_path)
 
 
-def test_a_discriminator_of_ours_is_refused_as_checkpoint_and_as_export(tmp_path, tokenizer):
-    run = write_checkpoint(tmp_path / "run", tokenizer, "electra", position_encoding="ddrp")
-    export_checkpoint(run, tmp_path / "hf")
-    refused("no masked-LM head; the run trained a discriminator", load_masked_lm, run)
-    refused("no masked-LM head; the folder lacks", load_masked_lm, tmp_path / "hf")
-
-
 def test_random_weights_follow_their_seed_and_are_not_those_of_the_folder(checkpoints):
     drawn, loaded = (load_masked_lm(checkpoints["absolute"], random_init=drawn) for drawn in (True, False))
     ids, places = torch.tensor([[2, 5, 4, 3]]), torch.tensor([2])
@@ -372,7 +365,6 @@ def test_the_table_and_the_heat_map_have_one_unit():
     assert list(table.header[:4]) == ["encoder", "macro average", "± pairs", "± paradigms"]
     of_pairs = 100 * math.sqrt((0.7 * 0.3 + 0.4 * 0.6) / 99) / 2
     assert list(table.rows[0][:4]) == ["e", "55.00", f"{of_pairs:.2f}", "15.00"]  # (0.7 - 0.4) / 2 over paradigms
-    pytest.importorskip("matplotlib")
     fields = {"p0": "syntax", "p1": "syntax"}
     cells, bar = scoring.draw_heat_map({"e": {"p0": 0.7, "p1": 0.25}}, 1, fields).axes
     (image,) = cells.images

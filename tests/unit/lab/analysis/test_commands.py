@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.checkpoint.weights import Form, note_tensors, write_tensors
@@ -32,7 +33,6 @@ from tests.unit.model.tiny import tiny_batch
 
 
 def test_self_similarity_covers_every_checkpoint_and_export(run_folder, exported, analyze_main, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     result = analyze_main("self-similarity", [run_folder, exported], tmp_path / "f.png", "--sentences", 40)
     first, last, other = result["checkpoints"]
     assert [row["iteration"] for row in result["checkpoints"]] == [10, 20, None]
@@ -55,7 +55,6 @@ def test_a_plain_bert_is_read_too_and_direction_is_with_and_without_a_table(
     rows = analyze_main("self-similarity", [tmp_path / "bert", tmp_path / "hf"], tmp_path / "f.json", *more)
     ours, theirs = rows["checkpoints"]
     assert theirs["token_similarity"] == pytest.approx(ours["token_similarity"], rel=1e-5)
-    pytest.importorskip("matplotlib")
     capsys.readouterr()
     save_run(tmp_path / "nope", corpus_tokenizer, 1, position_encoding="nope", relative_distance=None)
     loads = [run_folder, tmp_path / "nope"]
@@ -84,7 +83,6 @@ def test_a_plain_bert_is_read_too_and_direction_is_with_and_without_a_table(
 def test_triangle_takes_the_newest_checkpoint_and_maps_are_of_groups_or_of_single_heads(
     run_folder, analyze_main, tmp_path
 ):
-    pytest.importorskip("matplotlib")
     result = analyze_main("triangle", run_folder, tmp_path / "t.png", "--sentences", 30, "--threshold", 0.45)
     [model] = result["models"]
     assert (model["iteration"], model["sentences"], result["threshold"]) == (20, 30, 0.45)
@@ -131,7 +129,6 @@ def test_what_cannot_be_done_is_one_line(run_folder, albert, analyze_main, tmp_p
 
 
 def test_encoders_of_two_vocabularies_share_one_figure(run_folder, albert, tiny_corpus, analyze_main, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     more = ("--text", tiny_corpus.text_file, "--sentences", 30, "--random-init")
     result = analyze_main("space", [run_folder, albert], tmp_path / "s.png", *more)
     rows = result["checkpoints"]
@@ -154,7 +151,6 @@ SHORTENED = "short takes at most 16 tokens: the sentences of all models are cut 
 @pytest.fixture(scope="module")
 def berts(tiny_corpus, tmp_path_factory):
     """Folders of two BERTs of transformers that differ in their number of positions, 16 and 40."""
-    transformers = pytest.importorskip("transformers")
     words = len(tiny_corpus.vocab_file.read_text().splitlines())
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 20, "num_hidden_layers": 2}
     folders = [tmp_path_factory.mktemp("berts") / name for name in ("short", "long")]
@@ -198,7 +194,6 @@ def test_folders_of_different_lengths_see_the_same_sentences(berts, run_folder, 
 
 
 def test_the_length_of_a_folder_is_known_before_its_weights_are_read(berts, tmp_path):
-    transformers = pytest.importorskip("transformers")
     assert [session.Snapshot("b", folder).seq_length() for folder in berts] == [16, 40]
     for config in (
         transformers.RobertaConfig(max_position_embeddings=20, pad_token_id=1),
@@ -278,7 +273,6 @@ def test_progress_moves_on_with_every_batch():
 def test_transformers_and_we_see_the_same_space_of_a_bert_and_an_encoder_we_refuse_is_left_to_them(
     berts, albert, tmp_path, capsys
 ):
-    transformers = pytest.importorskip("transformers")
     bert = transformers.BertForMaskedLM.from_pretrained(berts[1]).eval()
     loaded = session.Snapshot("bert", berts[1]).load_any()
     assert isinstance(loaded.model, Encoder)
@@ -439,8 +433,6 @@ def test_one_piece_of_each_sentence_is_masked_and_frequent_pieces_are_counted_wi
 
 
 def test_the_command_counts_runs_exports_and_random_weights(run_folder, exported, analyze_main, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("transformers")
     words = ("--sentences", 30, "--top-k", 40, "--random-init")
     result = analyze_main("masked-places", [run_folder, exported], tmp_path / "places.png", *words)
     run, random, other, _ = result["models"]

@@ -119,7 +119,6 @@ def test_algorithm_1_by_hand_and_the_share_counts_misses_and_divides_by_each_sen
 def test_a_single_checkpoint_stands_at_its_step_a_folder_without_step_is_a_line_and_throughput_needs_no_memory(
     tmp_path,
 ):
-    pytest.importorskip("matplotlib")
     layers = [{"layer": 1, **dict.fromkeys(figures.SPACE, 0.5)}]
     runs = [("several", 500), ("several", 2000), ("one", 1500), ("hf", None)]
     figure = figures.draw_space([{"run": run, "iteration": step, "layers": layers} for run, step in runs])
@@ -470,7 +469,6 @@ Path(__file__).with_suffix(".loaded").touch()
 def test_the_command_measures_throughput_and_one_that_measures_nothing_says_so_and_writes_nothing(
     run_folder, analyze_main, monkeypatch, tmp_path, capsys
 ):
-    pytest.importorskip("matplotlib")
     (tmp_path / "plugin.py").write_text(PLUGIN)
     monkeypatch.setitem(PLUGINS, "of this process", tmp_path / "plugin.py")
     more = ("--lengths", 2000, 24, "--tokens", 48, "--rounds", 2)

@@ -242,7 +242,6 @@ def test_one_and_two_seeds_are_exploratory_in_tables_results_and_figures(page_of
         page = page_of(full_rows(num_rungs=1, num_seeds=seeds))
         assert {gain["judgement"] for gain in page.numbers()["gains"]} == {"exploratory"}
         assert "exploratory" in page.blocks["claims"] and "| budget |" not in page.blocks["claims"]
-        pytest.importorskip("matplotlib")
         judged = [gain._replace(word="") for gain in page.gains["claims"]]
         (pale,), (full,) = (draw_gains(page.results, found).axes for found in (page.gains["claims"], judged))
         both = zip(pale.lines, full.lines, strict=True)

@@ -390,7 +390,6 @@ def test_a_cost_is_in_seconds_and_as_often_the_baselines():
 
 
 def test_curves_of_differences_leave_out_the_steep_beginning_and_count_tokens_in_their_unit():
-    pytest.importorskip("matplotlib")
     size = RUNGS[0] // 40
     curve = [(size * part, 6.0) for part in range(1, 41)]
     steep = [(tokens, 90.0 if part < 3 else 5.5) for part, (tokens, _) in enumerate(curve)]
@@ -498,7 +497,6 @@ def test_onsets_are_judged_together_have_no_gains_and_their_figure_goes_to_the_e
     assert "| 2.40 (6/6) |" in found.blocks["scores"] and "| &gt; 4.00 (0/6) |" in found.blocks["scores"]
     later = onsets_page(tmp_path, absolute=[2, 3, 4, 5], ddrp=[10, 11, 12, 13]).numbers()["onsets"][1]
     assert later["against absolute"].startswith("later, p = ")
-    pytest.importorskip("matplotlib")
     (axis,) = draw_onsets(onsets_page(tmp_path, absolute=[None, 10, 15]).results).axes
     (line,) = axis.lines
     assert line.get_xydata().ravel() == pytest.approx([0, 100, 2e6, 200 / 3, 3e6, 100 / 3, 4e6, 100 / 3])

@@ -8,7 +8,9 @@ import re
 import threading
 import tracemalloc
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from megatron_ddrp.data.preprocess.documents import iter_chunks, iter_documents
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput
@@ -127,7 +129,6 @@ def test_a_comment_in_conll_is_refused_by_its_line(write, first):
 
 
 def test_parquet(write, tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = {"n": list(range(1300)), "tags": [["B-A", "O"]] * 1300, "text": [None, *["ü"] * 1299]}
     path = str(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table(columns), path)

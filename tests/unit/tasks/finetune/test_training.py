@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+import transformers
 from sklearn.metrics import matthews_corrcoef
 from torch import nn
 
@@ -189,7 +190,6 @@ def test_half_precision_computes_with_copies_of_fp32_weights():
 
 
 def test_half_precision_leaves_rotary_frequencies_as_they_are():
-    transformers = pytest.importorskip("transformers")
     config = transformers.ModernBertConfig(
         vocab_size=9, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2, max_position_embeddings=16,

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_ddrp.checkpoint import choose_checkpoint
@@ -27,7 +28,6 @@ from tests.refusals import refused
 from tests.unit.conversion.conftest import seal_again, write_checkpoint
 from tests.unit.tasks.conftest import POINTER
 
-transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
 CPU = torch.device("cpu")

