@@ -19,6 +19,7 @@ from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.runs import TuningRun
 from megatron_ddrp.tasks.finetune.task_files import load_finetuned
+from megatron_ddrp.tasks.finetune.training import read_facts
 from tests.refusals import refused, wrong_arguments
 from tests.unit.conversion.conftest import change_json
 from tests.unit.conversion.tokenizers_of_families import make
@@ -76,6 +77,14 @@ def test_damaged_facts_and_impossible_heads_are_refused_also_without_sums(kept, 
         (kept / "config.json").write_text(json.dumps(json.loads(whole) | change))
         refused(line, load_finetuned, kept, CPU)
     refused(line, main, words(sweep / "topics", kept, tmp_path / "again", *GLANCE))
+
+
+def test_a_changed_config_json_is_refused_by_its_sum(kept):
+    load_finetuned(kept, CPU)
+    edit(kept, lambda values: values.update(layer_norm_eps=1e-3))
+    for read in (lambda folder: load_finetuned(folder, CPU), load_encoder):
+        refused(r"config\.json has .*: damaged or changed since its export", read, kept)
+    assert read_facts(kept) is None
 
 
 def test_a_sweep_beside_a_damaged_model_keeps_its_own_and_says_so(kept, sweep, out, capsys):
