@@ -360,6 +360,12 @@ def test_every_measure_has_its_gain_both_intervals_tables_and_figures_and_anothe
     assert 1.5 * 0.024 < (high - low) / 2 < 2.5 * 0.035
     row = make_row(work, work.runs[0])
     assert row["pairs"] == as_run(row).pairs == {name: number for name, (_, number) in PAIRS.items()}
+    accuracies = {"mlm": [], "mth": []}
+    for measure in plans.measures_of(work, "minimal-pairs"):
+        found = json.loads(measure.job.output.read_text())["encoders"][0]["paradigms"]
+        accuracies[measure.run.model.objective].append([found[name]["accuracy"] for name in sorted(PAIRS)])
+    means = np.mean(np.subtract(accuracies["mth"], accuracies["mlm"]), axis=0)
+    assert gain_of(work, MINIMAL_PAIRS).items == pytest.approx(student_interval(means.tolist()))
     text = plans.write_page(work)
     (row,) = [line for line in text.splitlines() if line.startswith("| MTH is better than MLM") and "+10.00" in line]
     assert row.count(" to ") == 2 and "| 2 | exploratory |" in row
@@ -377,6 +383,12 @@ def test_every_measure_has_its_gain_both_intervals_tables_and_figures_and_anothe
     runs = plans.experiment_of(other).finished_runs()
     (gain,) = Page(runs, other.folder).gains["models-minimal-pairs"]
     assert gain.text == "BERT (MLM) over BERT (MTH)" and gain.seeds.mean == pytest.approx(-0.1)
+
+
+def test_missing_predictions_leave_the_interval_over_items_out(work):
+    next((plans.measures_of(work, "glue")[-1].job.output.parent / "predictions").iterdir()).unlink()
+    gain = gain_of(work, GLUE)
+    assert gain.items is None and gain.seeds.mean == pytest.approx(0.05)
 
 
 def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_refused(work):
