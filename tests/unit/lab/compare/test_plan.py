@@ -43,6 +43,8 @@ def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed_before_anything
         ("models.0.flags", {"hcd-wieght": 0}, "models[1].flags: unknown setting 'hcd-wieght'; did you mean hcd-weight"),
         ("seeds", 0, "seeds: got 0: it must be at least 1"),
         ("seeds", [1, 1], "seeds: got [1, 1], expected values that differ"),
+        ("seeds", [[1] * 999], "seeds: got [1, 1, 1, 1, 1, 1, ...], expected a whole number"),
+        ("seeds", [[[[1]]]], "seeds: got [[[...]]], expected a whole number"),
         ("budget", {}, "budget: expected either steps or tokens"),
         ("budget", {"steps": 5, "tokens": 9}, "budget: expected either steps or tokens"),
         ("budget", {"tokens": 1}, "budget.tokens: got 1: it must be at least 2"),
