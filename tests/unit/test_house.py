@@ -238,7 +238,7 @@ def test_no_global_state_no_global_args_and_no_module_of_odds_and_ends():
 
 
 LIGHT = ("config.registry", "arguments", "commands.dataset", "commands.preprocess", "tasks.finetune.command")
-LIGHT += ("lab.compare.command", "data.batches.loader", "run.metrics")
+LIGHT += ("lab.analysis.command", "lab.compare.command", "data.batches.loader", "run.metrics")
 IMPORT = """
 import importlib, sys
 for module in sys.argv[1:]:

@@ -13,10 +13,9 @@ from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders import encoder
 from megatron_ddrp.model import build_model
-from megatron_ddrp.tasks.finetune import command, training
+from megatron_ddrp.tasks.finetune import command
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import RunStore, TuningRun, count_undefined, write_predictions
-from megatron_ddrp.tasks.finetune.table_files import Example, read_rows
 from megatron_ddrp.tasks.glue import TASKS
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -154,7 +153,8 @@ def bert_folder(tmp_path):
 
 def write_bert(folder, words=WORDS, hidden=16, max_length=16, spread=0.2):
     """Write a BERT of transformers with one layer and random weights, and its vocabulary; return its folder."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     torch.manual_seed(0)
     pieces = [*SPECIAL, *words]
     sizes = {"hidden_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 2 * hidden}
@@ -213,23 +213,3 @@ def training_run(checkpoint_folder, monkeypatch):
 
     monkeypatch.setattr(encoder, "read_model", read)
     return checkpoint_folder
-
-
-def read_examples(path, task):
-    """Read a file by the usual columns of the task's kind, every row checked."""
-    kind, examples = KINDS[task.kind], []
-    for row in read_rows(str(path)):
-        texts, label = kind.texts(row.cells, kind.usual_columns), row.cells[kind.usual_columns.label]
-        kind.check(texts, label)
-        examples.append(Example(texts, kind.label(label, task)))
-    return examples
-
-
-def fine_tune(task, encoder, train, dev, max_length, epochs, head="common"):
-    """Do one run at batch 16 and a rate of 1e-2; return its result and the encoded development rows."""
-    kind = KINDS[task.kind]
-    encoded = [kind.encode(task, rows, encoder.tokenizer, max_length) for rows in (train, dev)]
-    more = {"encoder": "e", "data": "d", "micro_batch_size": 16, "head": head}
-    run = TuningRun(task.name, 16, 1e-2, epochs, 1, max_length, **more)
-    model = training.build_model(encoder, task, run, torch.device("cpu"))
-    return training.finetune(run, task, model, encoded[0], {"dev": encoded[1]}), encoded[1]

@@ -71,7 +71,8 @@ def analyze_main(monkeypatch, tiny_corpus):
 @pytest.fixture(scope="session")
 def albert(tmp_path_factory):
     """A folder of a family that this project does not know, with a vocabulary of its own."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     folder = tmp_path_factory.mktemp("encoders") / "albert"
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "of", *"abcdefghijklmnopqrstuvwxyz"]
     words += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]

@@ -1,25 +1,35 @@
-"""Plans: every mistake is one line with file, key and what is allowed; what is decided is decided once."""
+"""Plans: every mistake is one line with file, key and what is allowed; jobs, gains and tables of measures."""
 
 import copy
+import json
 import re
+import shutil
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 from megatron_ddrp.arguments import parse_arguments as parse_pretraining
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.lab.compare import measures
 from megatron_ddrp.lab.compare.command import parse_arguments
+from megatron_ddrp.lab.compare.measures import make_row
+from megatron_ddrp.lab.compare.page import Page
 from megatron_ddrp.lab.compare.plan import read_plans
+from megatron_ddrp.lab.compare.rows import as_run
+from megatron_ddrp.lab.compare.tables import Claim, ExperimentValues, gains
+from megatron_ddrp.tasks.finetune.runs import TuningRun, write_predictions
+from megatron_ddrp.tasks.finetune.table_files import Task
+from megatron_ddrp.tasks.glue import TASKS
+from megatron_ddrp.tasks.statistics import GLUE, LOSS, MINIMAL_PAIRS, SPACE, student_interval
 from tests.refusals import refused, wrong_arguments
-from tests.unit.lab.compare.conftest import read_plan
+from tests.unit.lab.compare import conftest as plans
 
 ROOT = Path(__file__).resolve().parents[4]
-SCALES = ("cpu-hours", "gpu-30min", "paper")
-READY = sorted((ROOT / "examples" / "compare").glob("*.yaml"))
 
 
-def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed_before_anything_runs(
-    values, write, open_work, tmp_path
-):
+def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed_before_anything_runs(values, write, open_work):
     both = {"data_path": ["a"], "vocab_file": "v", "other": ["b"], "other_data_path": ["c"]}
     for path, value, expected in (
         ("modles", [], "unknown setting 'modles'; did you mean models?"),
@@ -34,6 +44,8 @@ def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed_before_anything
         ("models.0.flags", {"hcd-wieght": 0}, "models[1].flags: unknown setting 'hcd-wieght'; did you mean hcd-weight"),
         ("seeds", 0, "seeds: got 0: it must be at least 1"),
         ("seeds", [1, 1], "seeds: got [1, 1], expected values that differ"),
+        ("seeds", [[1] * 999], "seeds: got [1, 1, 1, 1, 1, 1, ...], expected a whole number"),
+        ("seeds", [[[[1]]]], "seeds: got [[[...]]], expected a whole number"),
         ("budget", {}, "budget: expected either steps or tokens"),
         ("budget", {"steps": 5, "tokens": 9}, "budget: expected either steps or tokens"),
         ("budget", {"tokens": 1}, "budget.tokens: got 1: it must be at least 2"),
@@ -73,9 +85,9 @@ def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed_before_anything
             inner = inner[int(key) if key.isdecimal() else key]
         inner[last] = value
         file = write(wrong)
-        wrong_arguments("^" + re.escape(f"{file}: {expected}"), read_plan, file)
+        wrong_arguments("^" + re.escape(f"{file}: {expected}"), plans.read_plan, file)
     file = write(values | {"workers": 2, "launcher": "deepspeed --num_gpus 2"})
-    refused("workers: 2 with a launcher that starts several ranks: expected 1", read_plan, file)
+    refused("workers: 2 with a launcher that starts several ranks: expected 1", plans.read_plan, file)
     no_file = "No such file or directory; give --"
     of_texts = {"input": ["no.jsonl"], "data_path": [], "vocab_file": None, "vocab_size": 500}
     no_pairs = r"plan\.yaml: minimal_pairs: .*no such folder; expected a folder of \.jsonl files.*--no-minimal-pairs"
@@ -88,16 +100,6 @@ def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed_before_anything
         ("minimal_pairs", {"data_dir": "nowhere"}, no_pairs),
     ):
         wrong_arguments(expected, open_work, values | {section: values.get(section, {}) | flags})
-    path = tmp_path / "plan.yaml"
-    for text, reason in (
-        ("[" * 5000, "nested too deeply"),
-        ("seeds: " + "[" * 200 + "]" * 200, "plan.yaml: seeds: got [[[...]]], expected a whole number"),
-        ("models: 2020-99-99", "plan.yaml: models[1]: expected settings such as `name: …`, got a str"),
-        ("models: " + "1" * 5000, "a number of 5,000 digits, expected at most 308"),
-        (f"models: [{bomb(12)}]", "models[1]: expected settings such as `name: …`, got a list"),
-    ):
-        path.write_text(text)
-        assert len(str(wrong_arguments(re.escape(reason), read_plan, path))) < 1000
 
 
 def test_a_shuffled_corpus_is_another_one_made_from_the_same_texts(values, open_work, tiny_corpus):
@@ -160,7 +162,7 @@ def test_a_run_keeps_its_name_when_the_plan_grows_and_a_lone_number_is_a_prefix_
 def test_the_command_line_replaces_values(values, write, tmp_path):
     def read(changes, *words):
         options = parse_arguments(["plan.yaml", "--output-dir", str(tmp_path), *words])
-        return read_plan(write(values | changes), options.given)
+        return plans.read_plan(write(values | changes), options.given)
 
     plan = read({}, "--input", "a.jsonl", "--workers", "3", "--other", "b")
     assert plan.corpus.other == ("b",) and plan.corpus.shuffle
@@ -172,6 +174,11 @@ def test_the_command_line_replaces_values(values, write, tmp_path):
     assert not (corpus.input or corpus.vocab_size or corpus.shuffle)
     for changes in ({}, {"glue": {"data_dir": "nowhere", "tasks": ["RTE"]}}):
         assert read(changes, "--no-glue").glue is None
+    assert read({}, "--minimal-pairs-dir", "blimp").minimal_pairs.data_dir == "blimp"
+    measured = {"minimal-pairs": {"data_dir": "d"}, "tasks": [{"file": "no/such.yaml"}]}
+    plan = read(measured, "--no-minimal-pairs", "--no-tasks")
+    assert plan.minimal_pairs is None and plan.tasks == ()
+    assert read(measured, "--minimal-pairs-dir", "e", "--no-tasks").minimal_pairs.data_dir == "e"
 
 
 def test_flags_are_typed_null_is_the_default_and_a_models_warm_up_in_steps_replaces_the_plans_share(values, open_work):
@@ -206,37 +213,25 @@ def test_budgets_become_steps_half_of_one_half_the_steps_and_one_seed_one_data_o
         assert set(open_work(values | own | {"budget": budget}).steps.values()) == {steps}
 
 
-def test_the_ready_plans_are_the_paper_at_three_scales_every_encoding_in_two_backbones_and_a_ladder_of_three_budgets():
-    read = {file.stem: read_plans(file) for file in READY}
-    for file in READY:
-        plan, *others = read[file.stem]
-        assert len(plan.seeds) >= 3 or others or file.stem == "recipe-rates"  # a search, judged by another plan
-        if file.stem in SCALES:  # the paper's comparison, whole
+def test_the_ready_plans_are_the_paper_at_three_scales_and_every_encoding_in_two_backbones():
+    files = {file.stem: file for file in (ROOT / "examples" / "compare").glob("*.yaml")}
+    read = {name: read_plans(file) for name, file in files.items()}
+    for name, (plan, *others) in read.items():
+        head = files[name].read_text(encoding="utf-8").split("models:")[0]
+        assert all(f"#   {word}" in head for word in ("hardware", "time", "result")), name
+        assert len(plan.seeds) >= 3 or others or name == "recipe-rates"  # a search, judged by another plan
+        if name in ("cpu-hours", "gpu-30min", "paper"):  # the paper's comparison, whole
             assert plan.half_budget and plan.glue and plan.analyses.self_similarity
-        head = file.read_text(encoding="utf-8").split("models:")[0]
-        assert all(f"#   {word}" in head for word in ("hardware", "time", "result")), file
-    plans = {name: found[0] for name, found in read.items() if name not in ("ladder", "fast", "novels")}
-    assert set(plans) == {*SCALES, "backbones", "depth", "measures", "plateau", "recipe-rates", "row-lengths"}
-    assert plans["measures"].minimal_pairs and plans["measures"].glue and len(plans["measures"].seeds) == 5
-    backbones = plans["backbones"].models
+    backbones = read["backbones"][0].models
     assert [model.encoding for model in backbones] == [*ENCODINGS, *ENCODINGS]
     assert not any(model.flags for model in backbones[:12]) and len({model.flags for model in backbones[12:]}) == 1
-    assert len({(model.encoding, model.objective) for model in plans["gpu-30min"].models}) == 12
     _, grid = read["paper"]
     weights = {(1.0, 0.01)} | {tuple(float(value) for _, value in model.flags) for model in grid.models}
     assert weights == {(tcd, hcd) for tcd in (0.01, 0.1, 1) for hcd in (0.01, 0.1, 1)} and len(grid.seeds) == 1
-    seeds = {budget: set() for budget in (2**22, 2**24, 2**26)}
-    for plan in read_plans(ROOT / "examples" / "compare" / "ladder.yaml"):
-        if not plan.check:
-            seeds[plan.budget.tokens] |= {(model.name, seed) for model in plan.models for seed in plan.seeds}
-            assert plan.glue and plan.minimal_pairs and all((plan.analyses.space, plan.analyses.direction))
-    counts = [{sum(model == name for model, _ in of_rung) for name, _ in of_rung} for of_rung in seeds.values()]
-    assert counts == [{4, 8, 10}, {2, 3}, {2}] and len({model for model, _ in seeds[2**22]}) == 22
-
-
-def bomb(depth):
-    """Some lines of YAML for a list of 10^depth entries."""
-    return f"&a{depth} [{bomb(depth - 1)}{f', *a{depth - 1}' * 9}]" if depth else "&a0 [x]"
+    assert read["measures"][0].minimal_pairs and read["measures"][0].glue and len(read["measures"][0].seeds) == 5
+    rungs = [plan for plan in read["ladder"] if not plan.check]
+    assert {plan.budget.tokens for plan in rungs} == {2**22, 2**24, 2**26}
+    assert all(plan.glue and plan.minimal_pairs and plan.analyses.space and plan.analyses.direction for plan in rungs)
 
 
 PLUGIN = """
@@ -257,10 +252,10 @@ def test_models_of_a_plug_in_take_it_to_every_command_and_change_with_it(values,
         ({"plugins": [str(file)]}, r"plan\.yaml: plugins: --plugin .*near\.py: cannot be read"),
         ({"plugins": {"near.py": 1}}, r"plugins: got \{'near\.py': 1\}, expected a list of files"),
     ):
-        refused(words, read_plan, write(values | plugins))
+        refused(words, plans.read_plan, write(values | plugins))
     values["plugins"] = str(file)  # one file needs no brackets
     as_json = write(values).rename(tmp_path / "plan.json")
-    refused(r"plan\.json: plugins: only a YAML file of your own may name code", read_plan, as_json)
+    refused(r"plan\.json: plugins: only a YAML file of your own may name code", plans.read_plan, as_json)
     file.write_text(PLUGIN)
     try:
         work = open_work(values)
@@ -272,3 +267,211 @@ def test_models_of_a_plug_in_take_it_to_every_command_and_change_with_it(values,
         assert not {run.job.name for run in open_work(values).runs} & set(names)  # it may bring more than an encoding
     finally:
         PLUGINS.pop(ENCODINGS.pop("near-of-a-plan"))
+
+
+PAIRS = {"agreement": ("morphology", 50), "islands": ("syntax", 100), "binding": ("syntax", 50)}
+"""Paradigm → field and number of pairs."""
+ROWS = 200
+
+
+@pytest.fixture
+def with_scores(values, tmp_path):
+    """A plan with minimal pairs, a task of its own and GLUE, two seeds, no arm at half of the budget."""
+    pairs = tmp_path / "pairs"
+    pairs.mkdir()
+    for name, (field, number) in PAIRS.items():
+        same = {"field": field, "UID": name}
+        rows = [{"sentence_good": f"a {i}", "sentence_bad": f"{i} a"} | same for i in range(number)]
+        plans.write_lines(pairs / f"{name}.jsonl", rows)
+    (tmp_path / "glue" / "RTE").mkdir(parents=True)
+    (tmp_path / "order.yaml").write_text("{train: train.jsonl, valid: valid.jsonl, kind: classification}")
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a b", "label": "in order"}\n')
+    values |= {"tasks": [{"file": str(tmp_path / "order.yaml"), "seeds": 2, "epochs": [2, 3]}]}
+    values |= {"seeds": 2, "half_budget": [], "minimal_pairs": {"data_dir": str(pairs), "score": "pll"}}
+    return values | {"analyses": {}, "glue": {"data_dir": str(tmp_path / "glue"), "tasks": ["RTE"], "seeds": 2}}
+
+
+@pytest.fixture
+def work(with_scores, open_work):
+    """Return a finished plan in which MTH has 8 and 12 points more of the pairs right, and 4 and 6 more of the rows."""
+    work = open_work(with_scores)
+    random = np.random.default_rng(3)
+    plans.finish_runs(work)
+    for measure in plans.measures_of(work, "minimal-pairs"):
+        is_mth, seed = measure.run.model.objective == "mth", work.plan.seeds.index(measure.run.seed)
+        gains = [is_mth * (0.08 + 0.04 * seed + own) for own in (0.02, 0, -0.02)]
+        finish_pairs(work, measure, [0.5 + 0.02 * seed + gain for gain in gains], random)
+    for score in plans.measures_of(work, "glue", "finetune"):
+        is_own = score.job.kind == "finetune"
+        task = Task("order", "accuracy", labels=("in order", "shuffled")) if is_own else TASKS["RTE"]
+        gain = (0.04 + 0.02 * work.plan.seeds.index(score.run.seed)) * (score.run.model.objective == "mth")
+        finish_sweep(work, score.job, task, 0.6 + gain, random)
+    return work
+
+
+def finish_pairs(work, measure, shares, random):
+    """The files of tasks.minimal_pairs, in which a share of each paradigm's pairs is right."""
+    folder = measure.job.output.parent
+    folder.mkdir(parents=True)
+    paradigms, lines, fields = {}, [], {}
+    for (name, (field, number)), share in zip(PAIRS.items(), shares, strict=True):
+        right = random.permutation(number) < round(share * number)
+        paradigms[name] = {"accuracy": right.mean(), "pairs": number}
+        fields.setdefault(field, []).append(right.mean())
+        line = {"encoder": "e", "seed": None, "paradigm": name, "data": "d", "score": "pll", "load": "iter", "rows": 1}
+        line |= {"seconds": 1.0, "identical": 0, "pieces_good": [2] * number, "pieces_bad": [2] * number}
+        lines.append(line | {"good": [-1.0] * number, "bad": [-1.0 - 1.0 * r for r in right.tolist()]})
+    average = np.mean([found["accuracy"] for found in paradigms.values()])
+    encoder = {"load": "iter", "macro_average": average, "standard_error": 0.01, "paradigms": paradigms}
+    encoder["fields"] = {name: np.mean(values) for name, values in fields.items()}
+    plans.write_lines(folder / "scores.jsonl", lines)
+    measure.job.output.write_text(json.dumps({"encoders": [encoder], "differences": []}))
+    plans.record(work, measure.job)
+
+
+def finish_sweep(work, job, task, share, random):
+    """Two fine-tuning seeds on a task, and their predictions."""
+    labels = np.arange(ROWS) % 2
+    facts = {"task": task.name, "facts": task.facts, "metric": "accuracy", "dev_examples": ROWS, "score": share}
+    plans.write_tuning(job, [facts | {"seed": seed} for seed in (1, 2)])
+    for line in (job.output.parent / "runs.jsonl").read_text().splitlines():
+        predictions = np.where(random.permutation(ROWS) < round(share * ROWS), labels, 1 - labels)
+        scored = {"dev": (labels.astype(float), predictions.astype(float))}
+        name = TuningRun.of_row(json.loads(line)).name
+        write_predictions(job.output.parent / "predictions" / f"{name}.tsv", task, scored)
+    plans.record(work, job)
+
+
+def gain_of(work, measure):
+    results = ExperimentValues(plans.experiment_of(work).finished_runs())
+    mlm, mth = (model.arm() for model in work.plan.models)
+    (gain,) = gains(results, [Claim("", measure, mth, mlm)])
+    return gain
+
+
+def test_every_measure_has_its_gain_both_intervals_tables_and_figures_and_another_model_may_be_the_baseline(
+    work, with_scores, open_work
+):
+    for measure, difference in ((LOSS, 0.0), (MINIMAL_PAIRS, 0.1), ("order", 0.05), (GLUE, 0.05)):
+        gain = gain_of(work, measure)
+        assert gain.seeds.mean == pytest.approx(difference)
+        assert gain.seeds.interval == pytest.approx(student_interval(gain.seeds.values))
+        assert (gain.items is None) == (measure == LOSS)
+    low, high = gain.items
+    assert low < 0.05 < high  # two models that are right on different rows: √(2 · 0.24 / 200) ≈ 0.05, four runs
+    assert 1.5 * 0.024 < (high - low) / 2 < 2.5 * 0.035
+    row = make_row(work, work.runs[0])
+    assert row["pairs"] == as_run(row).pairs == {name: number for name, (_, number) in PAIRS.items()}
+    accuracies = {"mlm": [], "mth": []}
+    for measure in plans.measures_of(work, "minimal-pairs"):
+        found = json.loads(measure.job.output.read_text())["encoders"][0]["paradigms"]
+        accuracies[measure.run.model.objective].append([found[name]["accuracy"] for name in sorted(PAIRS)])
+    means = np.mean(np.subtract(accuracies["mth"], accuracies["mlm"]), axis=0)
+    assert gain_of(work, MINIMAL_PAIRS).items == pytest.approx(student_interval(means.tolist()))
+    text = plans.write_page(work)
+    (row,) = [line for line in text.splitlines() if line.startswith("| MTH is better than MLM") and "+10.00" in line]
+    assert row.count(" to ") == 2 and "| 2 | exploratory |" in row
+    assert "](figures/claims-minimal-pairs.png)" in text and "](figures/minimal-pairs.png)" in text
+    assert "| BERT (MLM) | 6.5000 ± 0.0000 | 51.00 ± 1.41 |" in text and "order 9 and 200" in text
+    found = json.loads((work.folder / "results.json").read_text())
+    assert found.keys() == {"gains", "values", "onsets"}
+    (gain,) = [one for one in found["gains"] if one["measure"] == MINIMAL_PAIRS]
+    assert gain["mean"] == pytest.approx(0.1) and gain["over_items"][0] <= gain["mean"] <= gain["over_items"][1]
+    tex = (work.folder / "tables" / "claims-minimal-pairs.tex").read_text()
+    assert "MTH is better than MLM with BERT" in tex and r"\begin{tabular}" in tex
+    assert (work.folder / "tables" / "scores.csv").is_file()
+    (work.folder / "rows.jsonl").unlink()  # rows keep their baseline
+    other = open_work(with_scores | {"baseline": "BERT (MTH)"})
+    runs = plans.experiment_of(other).finished_runs()
+    (gain,) = Page(runs, other.folder).gains["models-minimal-pairs"]
+    assert gain.text == "BERT (MLM) over BERT (MTH)" and gain.seeds.mean == pytest.approx(-0.1)
+
+
+def test_changed_pairs_are_other_pairs(tmp_path):
+    pair = json.dumps({"sentence_good": "A cat sleeps.", "sentence_bad": "A cat sleep."}) + "\n"
+    found = []
+    for number in (1, 2):
+        (tmp_path / "pairs.jsonl").write_text(pair * number)
+        found.append(measures._pair_facts(str(tmp_path), None))
+    assert [number for _, number in found] == [1, 2] and found[0][0] != found[1][0]
+
+
+def test_missing_predictions_leave_the_interval_over_items_out(work):
+    next((plans.measures_of(work, "glue")[-1].job.output.parent / "predictions").iterdir()).unlink()
+    gain = gain_of(work, GLUE)
+    assert gain.items is None and gain.seeds.mean == pytest.approx(0.05)
+
+
+def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_refused(work):
+    before = gain_of(work, GLUE).items
+    for score in plans.measures_of(work, "glue"):
+        shutil.rmtree(score.job.output.parent)
+    assert before and gain_of(work, GLUE).items == before
+    for path in (work.folder / "items").iterdir():
+        path.write_bytes(b"PK")
+    refused(r"items/.*\.npz: damaged", gain_of, work, GLUE)
+    shutil.rmtree(work.folder / "items")
+    assert gain_of(work, GLUE).items is None
+
+
+def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(values, with_scores, open_work):
+    work = open_work(with_scores | {"half_budget": ["BERT (MTH)"]})
+    pairs, tuned = plans.measures_of(work, "minimal-pairs"), plans.measures_of(work, "finetune")
+    assert [m.run for m in pairs] == [m.run for m in tuned] == work.runs and len(work.runs) == 6
+    command = " ".join(pairs[0].job.command)
+    assert f"--load {work.runs[0].folder / 'iter_0000040'} " in command and command.endswith(" --score pll")
+    command = " ".join(tuned[0].job.command)
+    assert "order.yaml --no-keep-models --load " in command and command.endswith(" --grid quick --epochs 2 3 --seeds 2")
+    assert (tuned[0].job.work, pairs[0].job.work) == (10, 200)
+    names = {job.name for job in plans.experiment_of(work).jobs()}
+    del with_scores["minimal_pairs"], with_scores["tasks"]
+    assert {job.name for job in plans.experiment_of(open_work(with_scores)).jobs()} < names
+
+
+def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path):
+    before = {measure.job.name for measure in plans.measures_of(open_work(with_scores), "finetune")}
+    (tmp_path / "valid.jsonl").write_text('{"text": "b a", "label": "shuffled"}\n')
+    assert not before & {measure.job.name for measure in plans.measures_of(open_work(with_scores), "finetune")}
+    (tmp_path / "valid.jsonl").unlink()
+    refused(r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks", open_work, with_scores)
+
+
+def test_space_looks_into_every_run_of_the_full_budget_and_one_job_times_all_models_of_the_first_seed(
+    values, open_work
+):
+    """The page has a table of each once their jobs are done."""
+    work = open_work(values | {"analyses": {"space": 10, "throughput": [16, 32]}, "seeds": 2})
+    plans.finish_runs(work)
+    text = plans.write_page(work)
+    assert "row length" not in text and "Inside the models" not in text
+    full = [run for run in work.runs if not run.half]
+    spaces = plans.measures_of(work, "space")
+    assert [measure.run for measure in spaces] == full
+    command = spaces[0].job.command
+    assert command[:5] == ("megatron-ddrp", "analyze", "space", "--load", str(full[0].folder))
+    assert command[command.index("--sentences") + 1] == "10"
+    [timer] = plans.measures_of(work, "throughput")
+    timed = [run for run in full if run.seed == work.plan.seeds[0]]
+    command = timer.job.command
+    assert timer.job.needs == tuple(run.job.name for run in timed) and len(timed) == 2
+    assert command[4 : command.index("--lengths")] == tuple(str(run.folder) for run in timed)
+    assert command[command.index("--lengths") + 1 : command.index("--output")] == ("16", "32")
+    order = [job.name for job in plans.experiment_of(work).jobs()]
+    assert all(order.index(timer.job.name) > order.index(name) for name in timer.job.needs)
+    for measure in spaces:
+        layer = dict.fromkeys(SPACE.values(), work.plan.seeds.index(measure.run.seed) / 10) | {"isoscore": None}
+        rows = [{"iteration": step, "layers": [{}, layer]} for step in measure.run.checkpoints]
+        plans.finish_measure(work, measure, {"checkpoints": [*rows, {"iteration": 999, "layers": [{}]}]})
+    encoders = []
+    for number, run in enumerate(timed, 1):
+        row = {"rows": 4, "tokens_per_second": 1000.0 * number, "lower_quartile": 900.0, "upper_quartile": 4100.0}
+        lengths = [row | {"length": 16, "memory_bytes": 1000 * number * 2**20}]
+        lengths += [row | {"length": 32, "memory_bytes": None}] * (number == 1)
+        encoders.append({"checkpoint": str(run.folder / "iter_0000040"), "lengths": lengths})
+    plans.finish_measure(work, timer, {"encoders": encoders})
+    text = plans.write_page(work)
+    assert "| BERT (MLM) | 0.0500 ± 0.0707 | 0.0500 ± 0.0707 | 0.1 ± 0.1 |" in text
+    assert "| model | row length | tokens/s | quartiles | MiB |" in text
+    assert "| BERT (MLM) | 16 | 1,000 | 900 to 4,100 | 1,000 |\n| BERT (MLM) | 32 | 1,000 | 900 to 4,100 |  |" in text
+    assert "| BERT (MTH) | 16 | 2,000 | 900 to 4,100 | 2,000 |" in text

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_ddrp.commands import convert
@@ -24,7 +25,6 @@ from tests.unit.conversion.conftest import change_json
 from tests.unit.conversion.tokenizers_of_families import make
 from tests.unit.tasks.conftest import GLANCE, model_of, predict, rows, words, write_bert, write_topics
 
-transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 MISSING = object()
 FACTS = [
@@ -201,8 +201,6 @@ def test_a_folder_of_another_program_is_not_replaced_by_a_model(topics, bert_fol
 
 def test_kept_models_and_their_graphs_are_scored_side_by_side(kept, sweep, tmp_path, capsys):
     """Rows and groups; the graph predicts what the model does, also into a file."""
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
     valid = [json.loads(line) for line in (sweep / "topics" / "valid.jsonl").read_text().splitlines()]
     lines = (json.dumps(row | {"field": number % 2}) + "\n" for number, row in enumerate(valid))
     (tmp_path / "rows.jsonl").write_text("".join(lines))

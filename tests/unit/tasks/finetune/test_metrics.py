@@ -3,7 +3,6 @@
 import ast
 import json
 import math
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,24 +134,11 @@ def test_scores_are_those_of_the_released_script():
         assert scores == pytest.approx(case["scores"], abs=1e-12), case
 
 
-def test_answers_and_means_over_questions_by_hand():
-    assert formulas.normalize(" The U.S.  Army's\tan-other\u00a0a ") == "us armys another"
-    assert formulas.normalize("theory of Anna") == "theory of anna"  # articles are whole words
-    assert formulas.normalize("«Straße»") == "«straße»"  # punctuation beyond ASCII stays
-    harmonic = 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4)
-    assert formulas.f1(["red blue blue green"], "blue blue blue") == pytest.approx(harmonic)
-    assert formulas.f1(["green", "blue"], "blue sky") == pytest.approx(2 / 3)  # the best of several
-    assert formulas.f1(["blue"], "red") == 0
-    for gold, predicted, score in (([], "", 1), ([], "blue", 0), (["blue"], "", 0)):
-        assert formulas.exact_match(gold, predicted) == formulas.f1(gold, predicted) == score
+def test_scores_of_answers_are_means_over_questions():
     exact, mean_f1 = (KINDS["qa"].metrics[name].value for name in ("exact-match", "f1"))
     gold, predicted = [["blue"], [], ["red sky"]], ["blue", "blue", "sky"]
     assert exact(gold, predicted) == 1 / 3 and mean_f1(gold, predicted) == (1 + 0 + 2 / 3) / 3
     assert mean_f1([], []) is None and mean_f1(gold, ["blue", None, "sky"]) is None
-    gold, predicted = ([case[key] for case in ANSWERS] for key in ("gold", "predicted"))
-    exacts, f1s = zip(*(case["scores"] for case in ANSWERS), strict=True)
-    assert exact(gold, predicted) == sum(exacts) / len(ANSWERS)
-    assert mean_f1(gold, predicted) == pytest.approx(sum(f1s) / len(ANSWERS), abs=1e-12)
 
 
 ENTITIES = json.loads((Path(__file__).parents[3] / "golden" / "seqeval.json").read_text())["cases"]
@@ -186,65 +172,16 @@ def test_scores_are_those_of_seqeval(case):
         assert scores(case, strict=False) == pytest.approx(case["lenient"], abs=1e-12)
 
 
-def test_the_golden_cases_can_tell_the_modes_apart():
-    for scheme in formulas.SCHEMES:
-        own = [case for case in ENTITIES if case.get("scheme", "IOB2") == scheme]
-        assert sum(case["strict"] != case.get("lenient") for case in own) >= 5, scheme
-        assert sum(0 < case["strict"][2] < 1 for case in own) >= 5, scheme
-
-
-def strict_twin(tags, scheme):
-    """Read a sentence word by word: which tag may begin an entity, go on with it and end it."""
-    begins, ends = {"IOB2": ("B", ""), "IOE2": ("IE", "E"), "IOBES": ("BS", "ES"), "BILOU": ("BU", "LU")}[scheme]
-    single = {"IOBES": "S", "BILOU": "U"}.get(scheme, "")
-    found, first = [], None
-
-    def close(end):
-        if first is not None and (not ends or tags[end - 1][0] in ends):
-            found.append((tags[first][2:], first, end))
-
-    for place, tag in enumerate(tags):
-        if first is not None:
-            before = tags[place - 1]
-            over = tag == "O" or tag[2:] != before[2:] or (ends and before[0] in ends) or tag[0] in ("B", single)
-            if over:
-                close(place)
-                first = None
-        if first is None and tag[0] in begins:
-            first = place
-    close(len(tags))
-    return found
-
-
-def test_strict_entities_are_those_of_the_twin():
-    for scheme in formulas.SCHEMES:
-        draw, tags = random.Random(scheme), all_tags(scheme)
-        for _ in range(500):
-            sentence = draw.choices(tags, k=draw.randrange(1, 9))
-            found = formulas.entities_of(sentence, formulas.rules(tags, strict=True))
-            assert found == strict_twin(sentence, scheme), sentence
-
-
-def test_entities_by_hand():
-    tags = ["I-PER", "I-PER", "B-PER", "O", "I-LOC", "I-ORG"]
-    assert formulas.entities_of(tags) == [("PER", 0, 2), ("PER", 2, 3), ("LOC", 4, 5), ("ORG", 5, 6)]
-    assert formulas.entities_of(tags, formulas.rules(tags, strict=True)) == [("PER", 2, 3)]
-    iobes = ["B-A", "I-A", "E-A", "I-A", "S-A", "I-A"]
-    assert formulas.entities_of(iobes) == [("A", 0, 3), ("A", 3, 4), ("A", 4, 5), ("A", 5, 6)]
-    assert formulas.entities_of(iobes, formulas.rules(iobes, strict=True)) == [("A", 0, 3), ("A", 4, 5)]
-    assert formulas.entities_of([]) == []
-    with pytest.raises(ValueError):
-        formulas.count_entities([["O"]], [])
-    with pytest.raises(ValueError, match="tags of BILOU have only strict rules; use --metric seqeval-strict"):
-        formulas.rules(all_tags("BILOU"), strict=False)
-
-
 def test_scores_without_entities_are_undefined_and_tags_that_name_none_refused():
     labels = all_tags("IOB2")
     outside, person = tags_of([["O"]], labels), tags_of([["B-PER"]], labels)
     for name in ("seqeval", formulas.STRICT):
         score = KINDS["tokens"].metrics[name].value
         assert score(outside, outside) is None and score(person, outside) == score(outside, person) == 0
+    with pytest.raises(ValueError):
+        formulas.count_entities([["O"]], [])
+    with pytest.raises(ValueError, match="tags of BILOU have only strict rules; use --metric seqeval-strict"):
+        formulas.rules(all_tags("BILOU"), strict=False)
     formulas.rules(["O", "B-PER", "I-per", "S-X-Y"], strict=False)
     for tag in ("NN", "B", "B-", "PER", "b-per", "-X", "M-PER", "PER-B", "B_PER", ""):
         for strict in (True, False):

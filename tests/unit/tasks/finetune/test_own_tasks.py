@@ -1,7 +1,6 @@
 """`python -m tasks.finetune`, end to end on small files and encoders."""
 
 import contextlib
-import csv
 import io
 import json
 import os
@@ -13,6 +12,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers.utils import logging
 
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
@@ -36,8 +36,6 @@ from tests.unit.tasks.conftest import (
     write_checkpoint,
     write_topics,
 )
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
@@ -106,31 +104,6 @@ def assert_report_is_the_same(out):
     assert (again / "table.md").read_text() == (out / "table.md").read_text()
 
 
-def test_the_kept_model_is_what_transformers_loads_and_predict_uses(learned, tmp_path, capfd):
-    folder, _ = learned
-    logging.enable_progress_bar()
-    told = predict(model_of(folder / "out"), folder / "topics" / "valid.jsonl", tmp_path / "told.csv")
-    assert "Loading weights" not in capfd.readouterr().err
-    with told.open(newline="") as stream:
-        lines = list(csv.DictReader(stream))
-    score = max(row["score"] for row in rows(folder / "out"))
-    assert np.mean([line["prediction"] == line["label"] for line in lines]) == pytest.approx(score)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(model_of(folder / "out")).eval()
-    tokenizer = transformers.BertTokenizer(str(folder / "bert" / "vocab.txt"), do_lower_case=True)
-    for line in lines[:5]:
-        logits = model(**tokenizer(line["text"], return_tensors="pt")).logits
-        assert model.config.id2label[int(logits.argmax())] == line["prediction"]
-
-
-def test_a_checkpoint_of_ours_is_kept_with_equal_predictions(topics, checkpoint_folder, out, tmp_path):
-    main(words(topics, checkpoint_folder, out, *GLANCE))
-    (row,) = rows(out)
-    assert row["head"] == "common"
-    told = predict(model_of(out), topics / "valid.jsonl", tmp_path / "told.jsonl")
-    lines = [json.loads(line) for line in told.read_text().splitlines()]
-    assert [line["prediction"] for line in lines] == list(stored_predictions(out, row)[2])
-
-
 @pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
 def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
     for name, count, seed in (("train", 48, 0), ("valid", 16, 1)):
@@ -141,30 +114,14 @@ def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
         (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
     row, stored, folder = tuned(tmp_path, ".csv", checkpoint_folder, "--metric", "spearman", "--name", "alike")
     assert (row["metric"], row["facts"]["kind"], row["baseline"]) == ("spearman", "regression", None)
+    assert row["scales_labels"]
     told = predict(folder, tmp_path / "valid.csv", tmp_path / "told.tsv")
     header, first, *_ = (line.split("\t") for line in told.read_text().splitlines())
     assert header == ["id", "sentence1", "sentence2", "score", "prediction"]
     assert np.isfinite(float(first[4])) and float(first[4]) == pytest.approx(stored[0], rel=1e-4, abs=1e-4)
 
 
-def test_prices_are_learned_and_the_kept_model_tells_them(bert_folder, tmp_path):
-    for name, count, seed in (("train", 96, 0), ("valid", 21, 1)):
-        given = [text for text, _ in sentences(count, seed)]
-        prices = [250_000.5 + 100_000 * (("cat" in text) + ("dog" in text)) for text in given]
-        lines = ["text,price", *(f"{text},{price}" for text, price in zip(given, prices, strict=True))]
-        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
-    flags = ["--label-column", "price", "--epochs", "10", "--batch-size", "8"]
-    row, predicted, folder = tuned(tmp_path, ".csv", bert_folder, *flags)
-    assert row["scales_labels"] and row["score"] > 0.7
-    assert np.abs(np.subtract(predicted, prices)).mean() < np.std(prices)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = transformers.BertTokenizer(str(bert_folder / "vocab.txt"))
-    with torch.no_grad():
-        told = model(**tokenizer(given, padding=True, return_tensors="pt")).logits[:, 0].double().numpy()
-    np.testing.assert_allclose(told, predicted, rtol=1e-5)
-
-
-def test_several_labels_at_once_from_a_task_file(bert_folder, out, tmp_path):
+def test_several_labels_at_once_from_a_task_file(bert_folder, out, tmp_path, capfd):
     for name, count, seed in (("a", 64, 0), ("b", 21, 1)):
         given = [text for text, _ in sentences(count, seed)]
         lines = [{"body": text, "topics": sorted({first_word_kind(word) for word in text.split()})} for text in given]
@@ -175,7 +132,9 @@ def test_several_labels_at_once_from_a_task_file(bert_folder, out, tmp_path):
     row = rows(out)[0]
     assert (row["task"], row["metric"], row["facts"]["kind"]) == ("topics-of", "f1", "multi-label")
     assert row["score"] > 0.7
+    logging.enable_progress_bar()
     told = predict(model_of(out), tmp_path / "b.jsonl", tmp_path / "told.jsonl")
+    assert "Loading weights" not in capfd.readouterr().err
     assert all(set(json.loads(line)["prediction"]) <= {"animal", "colour", "other"} for line in told.open())
 
 
@@ -351,6 +310,7 @@ def test_tags_are_kept_predicted_and_written_as_conll(tagged, bert_folder, capsy
     row, stored, folder = tuned(tagged, ".conll", bert_folder)
     assert "tokens, seqeval; text from tokens, label from tags" in capsys.readouterr().out
     assert row["metric"] == "seqeval" and row["dev_examples"] == 12
+    assert row["score"] > 0.3 > row["baseline"]
     valid = [row.cells for row in read_rows(str(tagged / "valid.conll"))]
     (tagged / "words.conll").write_text("\n\n".join("\n".join(cells["tokens"]) for cells in valid))
     told = predict(folder, tagged / "words.conll", tagged / "told.conll")
@@ -381,11 +341,12 @@ def asked(tmp_path):
 
 @pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
 def test_answers_are_kept_predicted_and_written_for_squads_script(asked, checkpoint_folder, capsys):
-    row, stored, folder = tuned(asked, ".json", checkpoint_folder, "--metric", "exact-match", "--name", "squad")
+    more = ("--metric", "exact-match", "--name", "squad", "--epochs", "8")
+    row, stored, folder = tuned(asked, ".json", checkpoint_folder, *more)
     printed = capsys.readouterr().out
     assert "qa, exact-match; text from question + context, label from answers" in printed
     assert "train: no answer 16" in printed
-    assert row["score"] == row["epoch_scores"][-1] <= row["beside"]["f1"]
+    assert 0.8 < row["score"] == row["epoch_scores"][-1] <= row["beside"]["f1"]
     assert f"| squad | f1 | {100 * row['beside']['f1']:.2f} |" in printed
     assert_report_is_the_same(asked / "out")
     told = json.loads(predict(folder, asked / "valid.json", asked / "told.json").read_text())
@@ -399,7 +360,6 @@ def test_words_of_any_language_through_sentencepiece(tmp_path):
 
     It knows 16 positions: longer sentences are several rows, when it learns and when it predicts.
     """
-    pytest.importorskip("sentencepiece")
     colours, fillers = ["rot", "rouge", "красный", "赤い"], ["дом", "Häuser", "ist", "は", "l'été", "и", "naïve", "家"]
     draw = random.Random(4)
     for name, count in (("train", 64), ("valid", 16)):

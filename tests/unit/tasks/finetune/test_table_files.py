@@ -8,7 +8,9 @@ import re
 import threading
 import tracemalloc
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from megatron_ddrp.data.preprocess.documents import iter_chunks, iter_documents
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput
@@ -127,7 +129,6 @@ def test_a_comment_in_conll_is_refused_by_its_line(write, first):
 
 
 def test_parquet(write, tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = {"n": list(range(1300)), "tags": [["B-A", "O"]] * 1300, "text": [None, *["ü"] * 1299]}
     path = str(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table(columns), path)
@@ -267,10 +268,10 @@ def test_columns_that_a_row_lacks_and_files_that_are_none_are_refused(write, tmp
     packed = gzip.compress(b"text\n" + os.urandom(1000).hex().encode() + b"\n")
     assert fault(write("b.csv.gz", packed[:-100])).startswith(": damaged or cut off after")
     packed = gzip.compress(POINTER.encode())
-    for name in ("a.jsonl", "a.json", "a.csv", "a.tsv", "a.conll", "a.txt", "a.conllu", "a.csv.gz"):
-        said = ": a pointer of Git LFS in place of the file: run git lfs install"
-        assert fault(write(name, POINTER)).startswith(said)
-        assert ": a pointer of Git LFS" in fault(write(f"b{name.removesuffix('.gz')}.gz", packed))
+    for name, content in (("a.jsonl", POINTER), ("a.csv.gz", POINTER), ("b.csv.gz", packed)):
+        assert fault(write(name, content)).startswith(
+            ": a pointer of Git LFS in place of the file: run git lfs install"
+        )
 
 
 WORDS = "some words " * 100

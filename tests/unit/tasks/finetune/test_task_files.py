@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.encoders.rows import Encoded
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune import task_files
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -24,6 +23,7 @@ from megatron_ddrp.tasks.finetune.options import TaskFiles, read_task_file
 from megatron_ddrp.tasks.finetune.runs import Cell
 from megatron_ddrp.tasks.finetune.table_files import Columns, Task, read_rows
 from megatron_ddrp.tasks.finetune.task_files import FineTuned, read_task
+from megatron_ddrp.tasks.jobs import one_at_a_time
 from tests.refusals import refused, wrong_arguments
 from tests.unit.tasks.conftest import GLANCE, words
 
@@ -69,7 +69,10 @@ BAD_LABELS = [
     (["A|B", '[""A"", ""B""]'], "multi-label", """, line 3: label is '["A", "B"]', expected labels with | between"""),
     (["1,5", "2,5"], None, ": labels look like numbers with a decimal comma, such as 1,5; write 1.5, or name the kind"),
     (["1,5"], "regression", ", line 2: label is '1,5', expected a number such as 1.5; mend or remove the row"),
-    *((["1.5", each], None, f", line 3: label is {each!r}, expected a number such as 1.5; mend") for each in ("NA", "")),
+    *(
+        (["1.5", each], None, f", line 3: label is {each!r}, expected a number such as 1.5; mend")
+        for each in ("NA", "")
+    ),
     (["1.5", "1e39"], "regression", ", line 3: label is '1e39', expected at most 3.40282e+38 in size; use another"),
     ([*WHOLE, "2.5"], None, ": labels look like whole numbers in the first rows and like 2.5 in later ones; name the"),
     *(([[1], each], None, f", line 2: label is {each}, a vector of 0 and 1; write a list of the") for each in VECTORS),
@@ -340,36 +343,24 @@ def test_cells_of_a_parquet_file_are_written_as_text_and_those_without_a_value_a
             written(JsonLinesFile, ".jsonl", {"number": cell}, None)
 
 
-def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, out, monkeypatch):
-    """The second one comes to its predictions while the first is writing the same file."""
-    path, finish, ends = topics / "new.jsonl", task_files.use_models, []
+def test_a_command_predicts_and_writes_while_no_other_may(topics, bert_folder, out, monkeypatch):
+    """Two that end at the same moment write the same file of predictions."""
+    predict, entered = FineTuned.predict, threading.Event()
 
-    def finish_twice(sweep):
-        predict = FineTuned.predict
+    def enter():
+        (name,) = (folder.name for folder in (out / "models").iterdir() if folder.is_dir())
+        with one_at_a_time(out, name):
+            entered.set()
 
-        def predict_beside_another(model, encoded):
-            monkeypatch.setattr(FineTuned, "predict", predict)
-            other.start()
-            other.join(1)  # without a lock it fails at once
-            return predict(model, encoded)
+    def predict_beside_another(model, encoded):
+        other = threading.Thread(target=enter)
+        other.start()
+        assert not entered.wait(0.5)
+        return predict(model, encoded)
 
-        def also_finish():
-            try:
-                ends.append(finish(sweep))
-            except UserError as error:
-                ends.append(str(error))
-
-        other = threading.Thread(target=also_finish)
-        monkeypatch.setattr(FineTuned, "predict", predict_beside_another)
-        lines = finish(sweep)
-        other.join()
-        assert ends == [lines]
-        return lines
-
-    monkeypatch.setattr(task_files, "use_models", finish_twice)
-    assert main(words(topics, bert_folder, out, *GLANCE, "--test", path)) == 0
-    (told,) = (out / "predictions").glob("*-test.jsonl")
-    assert len(told.read_text().splitlines()) == 9 and len(ends) == 1
+    monkeypatch.setattr(FineTuned, "predict", predict_beside_another)
+    assert main(words(topics, bert_folder, out, *GLANCE, "--test", topics / "new.jsonl")) == 0
+    assert entered.wait(60)
 
 
 ANSWERS = {

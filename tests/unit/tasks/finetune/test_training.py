@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+import transformers
 from sklearn.metrics import matthews_corrcoef
 from torch import nn
 
@@ -18,7 +19,6 @@ from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.tasks.finetune import training
 from megatron_ddrp.tasks.finetune.runs import TuningRun
-from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.glue import TASKS
 
 HIDDEN = 8
@@ -69,27 +69,18 @@ def do(task="CoLA", seed=1, **more):
     return dev["dev"], training.finetune(make_run(task, seed, **more), TASKS[task], model, train, dev)
 
 
-def test_learns_a_separable_task_whose_score_is_the_metric_of_the_predictions_and_a_seed_fixes_everything():
+def test_learns_a_separable_task_whose_score_is_the_metric_of_the_predictions():
     dev, result = do()
     scores, predictions = result.scores["dev"], result.predictions["dev"]
     assert scores[-1] > 0.8 and scores[-1] == matthews_corrcoef(dev.targets, predictions)
     assert result.steps == 6 * 12 and len(scores) == 6
-    _, again = do()
-    assert again.scores["dev"] == scores and (again.predictions["dev"] == predictions).all()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_learns_a_regression(precision):
-    _, result = do("STS-B", precision=precision)
-    assert result.scores["dev"][-1] > 0.7
-    assert result.predictions["dev"].dtype == np.float64
 
 
 def test_nothing_but_the_seed_fixes_a_run():
     """What torch's generator was left at by an earlier run must not matter."""
     found = [do("STS-B", 1, epochs=1), do("STS-B", 1, epochs=1, drawn_before=7), do("STS-B", 2, epochs=1)]
     number, again, other = (result.predictions["dev"] for _, result in found)
-    assert (number == again).all() and (number != other).any()
+    assert number.dtype == np.float64 and (number == again).all() and (number != other).any()
 
 
 def test_training_that_diverged_has_no_prediction_and_no_score():
@@ -199,7 +190,6 @@ def test_half_precision_computes_with_copies_of_fp32_weights():
 
 
 def test_half_precision_leaves_rotary_frequencies_as_they_are():
-    transformers = pytest.importorskip("transformers")
     config = transformers.ModernBertConfig(
         vocab_size=9, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2, max_position_embeddings=16,
@@ -289,29 +279,18 @@ class PutBackward(torch.autograd.Function):
         return torch.zeros_like(gradient).put_(torch.arange(gradient.numel()), gradient.flatten())
 
 
-class Encoder(nn.Module):
-    """Means of embeddings with dropout; the embedding's backward pass ends before that of `put_` fails."""
-
-    def __init__(self, puts):
-        super().__init__()
-        self.puts = puts
-        self.embedding, self.after = nn.Embedding(20, 8), nn.Linear(8, 8)
+class Puts(BagOfPieces):
+    """The gradients of the head are there before the backward pass of `put_` fails."""
 
     def forward(self, batch):
-        hidden = nn.functional.dropout(self.embedding(batch.input_ids), 0.1, self.training)
-        return self.after(PutBackward.apply(hidden) if self.puts else hidden)
+        return PutBackward.apply(super().forward(batch))
 
 
-def tune(puts, precision="fp32"):
+def tune(encoder, precision="fp32"):
     """Do one run of 3 epochs in micro-batches of half a batch; return its weights and predictions."""
     torch.manual_seed(0)
-    random, writer = np.random.default_rng(0), RowWriter(0)
-    for length in random.integers(3, 9, 16):
-        writer.add(random.integers(1, 20, length).tolist())
-    rows = writer.rows(np.arange(16) % 2)
-    run = TuningRun("t", 8, 1e-2, 3, 1, 8, encoder="e", data="d", micro_batch_size=4, precision=precision)
-    task = Task(name="t", kind="classification", labels=("a", "b"), metric="accuracy")
-    result = training.finetune(run, task, training.TaskModel(Encoder(puts), 8, SEQUENCE, 2), rows, {"dev": rows})
+    train, run = rows(16, 0), make_run(epochs=3, micro=4, lr=1e-2, precision=precision)
+    result = training.finetune(run, TASKS["CoLA"], classifier("CoLA", encoder()), train, {"dev": train})
     return result.model.state_dict(), result.predictions["dev"]
 
 
@@ -320,8 +299,8 @@ def test_the_bar_of_a_run_counts_the_batches_of_training_and_of_every_prediction
     made = MagicMock()
     monkeypatch.setattr(training, "progress", made)
     monkeypatch.setattr(training.multiprocessing, "parent_process", lambda: None)  # also where the tests run in a fork
-    tune(puts=False)
-    made.assert_called_once_with("batch", 9, "t seed 1", show=True)
+    tune(BagOfPieces)
+    made.assert_called_once_with("batch", 9, "CoLA seed 1", show=True)
     bar = made.return_value.__enter__.return_value
     assert sum(moved.args[0] if moved.args else 1 for moved in bar.update.call_args_list) == 9
 
@@ -340,12 +319,12 @@ def test_settings_are_put_back_as_they_were():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_at_an_operator_without_a_deterministic_form_begins_anew(precision, monkeypatch, capsys):
-    expected, predicted = tune(puts=False, precision=precision)
+    expected, predicted = tune(BagOfPieces, precision)
     monkeypatch.setattr(training, "deterministic", lambda device, real=training.deterministic: real(GPU))
     before = settings()
     for _ in range(2):
         with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
-            weights, again = tune(puts=True, precision=precision)
+            weights, again = tune(Puts, precision)
         assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
         assert again.tolist() == predicted.tolist()
     told = "torch's put_ has no deterministic form on this device: results may differ between runs of one seed\n"

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-import time
+import threading
 from argparse import Namespace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from megatron_ddrp.tasks.finetune.command import main, parse_arguments
 from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.runs import RunStore, TuningRun
 from megatron_ddrp.tasks.finetune.workers import Sweep
-from megatron_ddrp.tasks.jobs import drain
+from megatron_ddrp.tasks.jobs import WAIT, drain
 from tests.integration.launch import TIMEOUT, exit_codes_of, fork_server, redirect_streams
 from tests.refusals import refused
 from tests.unit.tasks.conftest import GLANCE, arguments, finished, rows, words
@@ -30,48 +30,12 @@ RUNS = [
     for lr in (1e-5, 3e-5)
     for seed in range(1, 11)
 ]
-LONG = 400
-"""Seconds after which something hangs."""
 
 
-def worker(folder, seconds, barrier=None, begun=None, points=""):
-    """Do RUNS, from when all workers are there; every start of a run leaves a line in its own file.
-
-    With `begun` tell it of every start, and without `seconds` never end a run. Arm the `points`.
-    """
-    if points:
-        os.environ[VARIABLE] = points
-    if barrier:
-        barrier.wait(LONG)
-
-    def perform(run):
-        leave_begun(folder, run)
-        if begun:
-            begun.put(run.name)
-        if seconds is None:
-            signal.pause()
-        time.sleep(seconds)
-        return finished(run, run.seed / 97, by=os.getpid())
-
-    drain(RUNS, RunStore(folder / "runs.jsonl"), perform)
-
-
-def leave_begun(folder, run):
-    with (folder / f"begun-{run.name}").open("a") as stream:
-        stream.write(f"{os.getpid()}\n")
-
-
-def begun_in(folder):
-    """Return the names of the runs that were begun, each with the process ids of those who began it."""
-    return {path.name.removeprefix("begun-"): path.read_text().split() for path in folder.glob("begun-*")}
-
-
-def start(folder, count, seconds=0.004, barrier=None, begun=None, points=""):
-    arguments = (folder, seconds, barrier, begun, points)
-    processes = [fork_server().Process(target=worker, args=arguments) for _ in range(count)]
-    for process in processes:
-        process.start()
-    return processes
+def worker(folder, points=""):
+    """Do RUNS with these points armed."""
+    os.environ[VARIABLE] = points
+    drain(RUNS, RunStore(folder / "runs.jsonl"), lambda run: finished(run, run.seed / 97, by=os.getpid()))
 
 
 def test_a_finished_run_is_appended_once_and_a_command_that_does_not_wait_leaves_what_others_hold(tmp_path):
@@ -87,8 +51,13 @@ def test_a_finished_run_is_appended_once_and_a_command_that_does_not_wait_leaves
     assert lease
     drain(RUNS, first, finished, wait=False)
     assert first.missing(RUNS) == [RUNS[3]] and len(first.rows) == len(RUNS) - 1
+    waits = threading.Thread(target=drain, args=(RUNS, second, finished))
+    waits.start()
+    waits.join(3 * WAIT)
+    assert waits.is_alive(), "the leased run is not done yet: somebody must wait for it"
     lease.close()
-    drain(RUNS, first, finished, wait=False)
+    waits.join(TIMEOUT)
+    first.refresh()
     assert first.missing(RUNS) == []
 
 
@@ -99,56 +68,31 @@ def lasting_rows(folder):
     return sorted(json.dumps(row, sort_keys=True) for row in found)
 
 
-def test_a_sweep_with_killed_workers_ends_as_one_undisturbed(tmp_path):
+def test_a_sweep_with_killed_workers_ends_as_one_undisturbed(tmp_path, monkeypatch):
     """One dies with a lease and one after its row; of three others, one is left and ends the sweep."""
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     for folder in (calm, killed):
         folder.mkdir()
-    worker(calm, 0)
+    monkeypatch.setenv(VARIABLE, "")
+    worker(calm)
     for points, codes in (
         ("job.leased=SIGKILL@3", [-signal.SIGKILL]),
         ("job.appended=SIGKILL@7", [-signal.SIGKILL]),
         ("job.appended=SIGKILL@15,job.appended=SIGKILL@25", [-signal.SIGKILL] * 2 + [0]),
     ):
-        processes = start(killed, len(codes), points=points)
-        for process in processes:
-            process.join(LONG)
-        assert sorted(process.exitcode for process in processes) == codes, points
+        workers = [fork_server().Process(target=worker, args=(killed, points)) for _ in codes]
+        assert sorted(exit_codes_of(workers, TIMEOUT)) == codes, points
     assert lasting_rows(killed) == lasting_rows(calm)
     assert len(lasting_rows(killed)) == len(RUNS) == len({run.name for run in RUNS})
 
 
-def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
-    barrier = fork_server().Barrier(4)
-    for process in start(tmp_path, 4, barrier=barrier):
-        process.join(LONG)
-    begun = begun_in(tmp_path)
-    assert begun.keys() == {run.name for run in RUNS}
-    assert all(len(starts) == 1 for starts in begun.values()) and len({starts[0] for starts in begun.values()}) > 1
-
-
-def test_the_run_of_a_dead_worker_is_taken_over(tmp_path):
-    """A worker dies within a run while another waits for it."""
-    begun = fork_server().Queue()
-    (stuck,) = start(tmp_path, 1, seconds=None, begun=begun)
-    first = begun.get(timeout=LONG)
-    (other,) = start(tmp_path, 1, seconds=0, begun=begun)
-    rest = [begun.get(timeout=LONG) for _ in range(len(RUNS) - 1)]
-    assert sorted([first, *rest]) == sorted(run.name for run in RUNS)
-    assert other.is_alive(), "the leased run is not done yet: somebody must wait for it"
-    os.kill(stuck.pid, signal.SIGKILL)
-    stuck.join()
-    other.join(LONG)
-    assert other.exitcode == 0 and len(lasting_rows(tmp_path)) == len(RUNS)
-    assert begun_in(tmp_path)[first] == [str(stuck.pid), str(other.pid)]
-
-
 def array_task(number, folder, words):
-    """Run a task of the array in this process. It leaves its log, and its process id for each run that it begins."""
+    """Run a task of the array in this process. It leaves its log, and a line for each run that it begins."""
     perform = Sweep.perform
 
     def counted(self, run):
-        leave_begun(folder, run)
+        with (folder / f"begun-{run.name}").open("a") as stream:
+            stream.write("begun\n")
         return perform(self, run)
 
     Sweep.perform = counted
@@ -165,7 +109,7 @@ def test_the_tasks_of_an_array_share_the_runs_and_one_of_them_writes_the_table(g
     assert exit_codes_of(tasks, TIMEOUT) == [0, 0, 0], [path.read_text() for path in tmp_path.glob("task-*.errors")]
     alone, array = (lasting_rows(tmp_path / out) for out in ("alone", "array"))
     assert array == alone and len(array) == 4
-    assert [len(starts) for starts in begun_in(tmp_path).values()] == [1] * 4
+    assert [path.read_text() for path in tmp_path.glob("begun-*")] == ["begun\n"] * 4
     for name in ("table.md", "table.json"):
         assert (tmp_path / "array" / name).read_text() == (tmp_path / "alone" / name).read_text()
     logs = [(tmp_path / f"task-{number}.log").read_text() for number in range(3)]

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_ddrp.checkpoint import choose_checkpoint
@@ -20,15 +21,13 @@ from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.huggingface import PADDING_SENSITIVE, _is_decoder
 from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.lab.analysis.session import find_snapshots
-from megatron_ddrp.lab.compare.rows import open_rows
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.table_files import Example
-from megatron_ddrp.tasks.glue import TASKS, read_examples
+from megatron_ddrp.tasks.glue import TASKS
 from tests.refusals import refused
 from tests.unit.conversion.conftest import seal_again, write_checkpoint
 from tests.unit.tasks.conftest import POINTER
 
-transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
 CPU = torch.device("cpu")
@@ -333,13 +332,3 @@ def test_a_pointer_of_git_lfs_in_a_folder_is_named(bert_folder, name):
     (bert_folder / name).write_text(POINTER)
     for read in (load_encoder, read_folder):
         refused(f"{name}: a pointer of Git LFS in place of the file: run git lfs install", read, bert_folder)
-
-
-def test_a_pointer_of_git_lfs_in_a_run_or_in_place_of_rows_is_named(checkpoint_folder, tmp_path):
-    for name in ("tokenizer/vocab.txt", "iter_0000003/model.safetensors", "iter_0000003/state.json"):
-        (checkpoint_folder / name).write_text(POINTER)
-        refused("a pointer of Git LFS in place of the file: run git lfs install", load_encoder, checkpoint_folder)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(POINTER)
-    for read in (open_rows, lambda path: read_examples(TASKS["CoLA"], path, path.read_bytes())):
-        refused("rows.jsonl: a pointer of Git LFS in place of the file", read, rows)

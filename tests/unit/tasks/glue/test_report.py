@@ -1,13 +1,11 @@
 """runs.jsonl, files of predictions, and the table: medians, grid points, undefined scores, intervals."""
 
 import json
-import math
 import statistics
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from megatron_ddrp.tasks.finetune import tables as figure
 from megatron_ddrp.tasks.finetune.metrics import drawn_rows
@@ -92,16 +90,6 @@ def test_undefined_scores_count_as_0_and_are_marked():
     assert differences(best_cells(rows), Items(GLUE))[0].seeds.values == pytest.approx([0.0, -0.1, 0.2])
 
 
-def best_point_by_hand(points):
-    """Grid point → its scores (None = undefined); a plain loop over scores of 0 for what is undefined."""
-    best, best_middle = None, -math.inf
-    for point, scores in points.items():
-        middle = sorted(0.0 if score is None else score for score in scores)[len(scores) // 2]
-        if middle > best_middle:
-            best, best_middle = point, middle
-    return best
-
-
 def test_collapsed_seeds_count_in_the_choice_of_the_grid_point():
     for points, expected in (
         ({1e-5: (0.50, None, None, None, None), 2e-5: (0.45,) * 5}, 2e-5),  # one seed at 0.50 beside four collapsed
@@ -109,7 +97,7 @@ def test_collapsed_seeds_count_in_the_choice_of_the_grid_point():
         ({1e-5: (-0.1, -0.1, -0.1), 2e-5: (None, None, None)}, 2e-5),  # worse than a constant guess
     ):
         rows = [row("CoLA", score, seed, lr) for lr, scores in points.items() for seed, score in enumerate(scores)]
-        assert best_cells(rows)["base"]["CoLA"].rows[0]["lr"] == expected == best_point_by_hand(points)
+        assert best_cells(rows)["base"]["CoLA"].rows[0]["lr"] == expected
 
 
 def test_what_stands_beside_a_score_and_names_are_shown_and_not_run():
@@ -117,11 +105,8 @@ def test_what_stands_beside_a_score_and_names_are_shown_and_not_run():
     assert cells["base"]["RTE"].beside == {"em": [0.3, 0.4]}
     rows = [row("MNLI", 0.5, other_scores={"dev_mismatched": 0.25}, other_undefined=[])]
     assert "| base | MNLI (dev_mismatched) | accuracy | 25.00 |" in table(rows)
-    name = "runs/<script>alert(1)</script>|`x` [y](z)"
-    rows = [row(score=0.4 + seed / 10, seed=seed, load=load, encoder=load) for seed in (1, 2) for load in (name, "b")]
-    text = table(rows)
-    assert "<script>" not in text
-    assert text.count(r"runs/&lt;script&gt;alert(1)&lt;/script&gt;\|\`x\` \[y\](z)") == 3
+    rows = [row(score=0.4 + seed / 10, seed=seed, load=load, encoder=load) for seed in (1, 2) for load in ("<i>|", "b")]
+    assert table(rows).count(r"&lt;i&gt;\|") == 3
 
 
 def full(seed=1, mismatched=0.9):
@@ -157,17 +142,14 @@ def test_averages_are_those_of_medians_over_the_seeds():
     assert GLUE.means(best_cells(rows)["base"]) == pytest.approx(expected)
 
 
-def test_the_difference_is_paired_by_seed_with_students_interval_as_scipy_has_it():
+def test_the_difference_is_the_mean_over_the_common_tasks_paired_by_seed():
     rows = []
     for seed, (first, second) in enumerate(((0.5, 0.4), (0.7, 0.5), (0.6, 0.5))):
         rows += [row("RTE", first, seed), row("CoLA", 0.2, seed)]
         rows += [row(t, s, seed, load="r", encoder="r") for t, s in (("RTE", second), ("CoLA", 0.1), ("MRPC", 0.9))]
     (found,) = differences(best_cells(rows), Items(GLUE))
-    assert (found.first, found.second, found.tasks) == ("base", "r", ["CoLA", "RTE"][::-1])
-    values = [0.1, 0.15, 0.1]
-    assert found.seeds.values == pytest.approx(values)
-    expected = stats.t.interval(0.95, 2, loc=statistics.fmean(values), scale=stats.sem(values))
-    assert found.seeds.interval == pytest.approx(expected)
+    assert (found.first, found.second, found.tasks) == ("base", "r", ["RTE", "CoLA"])
+    assert found.seeds.values == pytest.approx([0.1, 0.15, 0.1])
     assert "## Differences" in table(rows)
 
 
@@ -219,7 +201,6 @@ def test_the_papers_rows_are_marked_and_average_as_printed_and_its_runs_are_480_
 
 
 def test_the_report_is_text_numbers_and_a_figure_and_names_what_is_below_a_constant_guess(tmp_path):
-    pytest.importorskip("matplotlib")
     text = write_report({tmp_path: full() + full(2)}, tmp_path, GLUE)
     assert (tmp_path / "table.md").read_text() in text
     data = json.loads((tmp_path / "table.json").read_text())
@@ -235,7 +216,6 @@ def test_the_report_is_text_numbers_and_a_figure_and_names_what_is_below_a_const
 
 def drawn(rows, title="GLUE"):
     """Return the figure of some rows."""
-    pytest.importorskip("matplotlib")
     cells = best_cells(rows, GLUE.order)
     return figure.draw(cells, task_order(cells, GLUE.order), title)
 
@@ -370,7 +350,7 @@ def test_whole_lines_are_shown_with_and_without_sums_and_a_changed_one_is_left_o
     assert "| 2 | 1 |" in text and "## Damage found" in text
 
 
-def test_missing_predictions_cost_the_interval_half_a_line_is_none_and_damaged_predictions_are_refused(out, capsys):
+def test_damaged_predictions_are_refused_and_half_a_line_is_none(out, capsys):
     (path,) = (out / "predictions").glob("*-s1-*.tsv")
     content = path.read_text()
     for old, new, reason in (
@@ -381,12 +361,10 @@ def test_missing_predictions_cost_the_interval_half_a_line_is_none_and_damaged_p
         assert old in content
         with pytest.raises(ValueError, match=reason):
             read_predictions(content.replace(old, new, 1).encode(), TASKS["CoLA"])
-    path.unlink()
     with (out / "runs.jsonl").open("a") as stream:
         stream.write('{"task": "Co')
-    code, said, text = report(out, capsys)
-    assert code == 0 and "| e | CoLA | matthews | 57.74 | 0.00 to 57.74 |" in text and "0.00 to 100.00" not in text
-    assert len(said.splitlines()) == 1 and "its last line is cut off" in said
+    code, said, _ = report(out, capsys)
+    assert code == 0 and len(said.splitlines()) == 1 and "its last line is cut off" in said
 
 
 def test_predictions_are_read_as_they_were_written(tmp_path):
