@@ -87,6 +87,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 SMALL = {
+    "__main__.py": "the command starts without torch, and python -m needs the name",
     "commands/pretrain.py": "the command starts without torch",
     "data/batches/batch.py": "all that model/ may know of data/",
     "data/points.py": "tests alone arm it",
