@@ -127,12 +127,13 @@ def plan_road(options: argparse.Namespace) -> dict[str, Any]:
     read.weights.ours.clear()
     read = replace(read, model=on_meta_device(read.config, read.objective))  # the measured memory is that of a run
     tokenizer = require_own(read.tokenizer, read.source)
-    (tokens, documents), out = count_text(options, tokenizer), options.output_dir
+    out = options.output_dir
     task = {"train": options.train, "valid": options.valid, "seeds": SEEDS, "output_dir": out / "scores"}
     task = task | {"load": read.source} if options.train else {}
     if task:
         with contextlib.redirect_stdout(io.StringIO()):
             run_command("finetune", task | {"dry_run": True})
+    tokens, documents = count_text(options, tokenizer)
     run, data = fit(read, tokens, documents, options), options.data_path or f"{out / 'text'}_text_document"
     origin = {"from_hf": read.source} | ({"generator": generator} if generator else {})
     start, save, encoder = (str(out / name) for name in ("start", "continued", "encoder"))
@@ -167,7 +168,7 @@ def count_text(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[float
 
     Tokens that are given are in documents as long as those of the dataset or the input; there are 0 if nobody knows.
 
-    Raises `UserError` for an input that `preprocess` would refuse.
+    Of an input whose vocabulary does not fit it warns. Raises `UserError` for one that `preprocess` would refuse.
     """
     if options.input is None:
         tokens = options.tokens or IndexedDataset(options.data_path).num_tokens

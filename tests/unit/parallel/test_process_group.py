@@ -249,6 +249,7 @@ def test_a_rank_has_its_place_and_its_groups_on_each_axis(monkeypatch):
 
     def place(rank):
         made = []
+        process_group._group.cache_clear()
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
         monkeypatch.setattr(dist, "get_world_size", lambda: 12)
         monkeypatch.setattr(dist, "new_group", lambda row, **_: made.append(row) or row)
