@@ -269,6 +269,8 @@ class HuggingFaceTokenizer(Tokenizer):
         file = Path(path) / self.file_name if Path(path).is_dir() else Path(path)
         if not file.exists() and file.with_name("vocab.txt").exists():
             raise UserError(f"{file}: no such file; for its vocab.txt use --tokenizer-type BertWordPieceLowerCase")
+        if not file.exists() and file.with_name("merges.txt").exists():
+            raise UserError(f"{file}: no such file; AutoTokenizer.from_pretrained(…).save_pretrained(…) writes it")
         content = read_bytes(file).removeprefix(codecs.BOM_UTF8)  # which the library does not read
         self._backend = read_backend(content, file)
         with reading(file):

@@ -232,6 +232,21 @@ def test_a_vocabulary_in_another_encoding_is_named(tmp_path, encoding):
     refused(line, build_tokenizer, "BertWordPieceCase", tmp_path / "v.txt")
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "content", "line"),
+    [
+        ("BertWordPieceCase", "tokenizer.json", b'{"version": "1.0"}\n', "tokenizer.json: JSON; expected a vocab.txt"),
+        ("BertWordPieceCase", "m.model", b"\n\xff\n", "m.model:2: not UTF-8; .*others need --tokenizer-type"),
+        ("HuggingFace", "vocab.txt", b"", "tokenizer.json: no such file; for its vocab.txt use"),
+        ("HuggingFace", "merges.txt", b"", r"tokenizer.json: no such file; .*save_pretrained"),
+    ],
+)
+def test_another_file_in_the_place_of_a_vocabulary_is_named(tmp_path, kind, name, content, line):
+    (tmp_path / name).write_bytes(content)
+    given = {"tokenizer_model": tmp_path} if kind == "HuggingFace" else {"vocab_file": tmp_path / name}
+    refused(line, build_tokenizer, kind, **given)
+
+
 def test_sentencepiece_appends_what_the_model_lacks(sentencepiece_model):
     tokenizer = build_tokenizer("SentencePiece", tokenizer_model=sentencepiece_model)
     assert tokenizer.pieces[tokenizer.cls_id] == "<s>" and tokenizer.pieces[tokenizer.sep_id] == "</s>"
