@@ -193,7 +193,9 @@ def test_the_command_behind_a_dataset_fits_its_tokens(tiny_corpus: Any) -> None:
     words = shlex.split(advice.training_command(str(tiny_corpus.prefix), 17_000_000, 40_000))
     config = parse_arguments(words[2:]).config
     assert (config.model.num_layers, config.model.hidden_size) == (6, 384)
-    assert config.data.packing and config.model.layernorm_position == "pre"
+    assert config.data.packing and config.model.layernorm_position == "pre" and config.logging.eval_interval
+    one_document = shlex.split(advice.training_command(str(tiny_corpus.prefix), 17_000_000, 1))
+    assert parse_arguments(one_document[2:]).config.logging.eval_interval == 0
     assert recipe(SHAPES[0], 10, 128, 16, 16, Fill(1, 128))["train_iters"] == 1
 
 
@@ -397,7 +399,7 @@ def bert(tiny_corpus: TinyCorpus, tmp_path: Path) -> Path:
 def extend(bert, tmp_path, capsys, monkeypatch):
     """A function that plans to continue the BERT, and returns the plan and what was printed."""
     monkeypatch.chdir(tmp_path)
-    return lambda *words: (main(["--load", str(bert), *map(str, words)]), capsys.readouterr().out)
+    return lambda *words: (main(["--load", str(bert), *map(str, words)]), "".join(capsys.readouterr()))
 
 
 def test_batch_and_steps_follow_the_text_and_the_hours(extend):
@@ -461,7 +463,11 @@ def test_the_text_is_counted_or_estimated(extend, tiny_corpus):
     assert read == pytest.approx(PASSES, rel=0.1)
     Path("short.jsonl").write_text((json.dumps({"text": "the " * 9}) + "\n") * 2000)
     plan, text = extend("--input", "short.jsonl", "--device", "t4")
-    assert "packed, 2 documents each, which the command counts" in text
+    assert "packed, 2 documents each, which the command counts" in text and "warning" not in text
+    Path("other.jsonl").write_text(json.dumps({"text": "ж " * 999}) + "\n")
+    assert (
+        "(100.0%) are unknown pieces: the vocabulary does not" in extend("--input", "other.jsonl", "--device", "t4")[1]
+    )
     assert plan.settings["train_iters"] * plan.settings["global_batch_size"] / 2000 == pytest.approx(PASSES, rel=0.1)
     assert " preprocess " not in by_dataset and f" {vocabulary} --output road/start" in by_dataset
 

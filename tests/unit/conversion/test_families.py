@@ -261,6 +261,8 @@ def test_other_models_are_told_what_is_supported(tmp_path):
         change_json(tmp_path / "config.json", model_type=kind)
         words = f"model_type is '{kind}'.*supported are camembert, .*roberta, bert, electra"
         refused(words, import_folder, tmp_path, tmp_path / "start")
+    (tmp_path / "config.json").write_text('{"checkpoint": {}}')
+    refused("a run; export it first: convert --load", import_folder, tmp_path, tmp_path / "start")
 
 
 def test_a_hub_name_is_downloaded_or_told_how(tmp_path, offline, folders, monkeypatch):

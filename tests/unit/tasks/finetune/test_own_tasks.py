@@ -136,6 +136,7 @@ def test_several_labels_at_once_from_a_task_file(bert_folder, out, tmp_path, cap
     told = predict(model_of(out), tmp_path / "b.jsonl", tmp_path / "told.jsonl")
     assert "Loading weights" not in capfd.readouterr().err
     assert all(set(json.loads(line)["prediction"]) <= {"animal", "colour", "other"} for line in told.open())
+    wrong_arguments("told.jsonl: exists already", predict, model_of(out), tmp_path / "b.jsonl", told)
 
 
 def change(path, old, new):
