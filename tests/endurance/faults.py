@@ -4,11 +4,12 @@
 
 A fault is a small edit of one file of the package. It is applied to a copy of the working tree, where the tests listed
 for it run, and those that import its file: the fast tests of each file until one fails, or all of a listed file without
-any. If none fails, those that reach the file through others run too. Results go to a file outside git, so a stopped run
-resumes; `--only` runs faults again. A second table counts, for each file of tests, the faults that it caught and those
-that it alone caught. At the end the tests that caught a fault run without one. Exits 1 if fewer than 95 % are caught.
-`--quick` begins with the listed tests and goes on to the next fault after the first that fails, without the second
-table. `--check` only looks whether the old text of every fault occurs exactly once.
+any. If none fails, those that reach the file through others run too, and then the slow ones of the listed files.
+Results go to a file outside git, so a stopped run resumes; `--only` runs faults again. A second table counts, for each
+file of tests, the faults that it caught and those that it alone caught. At the end the tests that caught a fault run
+without one. Exits 1 if fewer than 95 % are caught. `--quick` begins with the listed tests and goes on to the next fault
+after the first that fails, without the second table. `--check` only looks whether the old text of every fault occurs
+exactly once.
 """
 
 import argparse
@@ -37,6 +38,8 @@ ENOUGH = 0.95
 """Share of the faults that the tests must catch."""
 CAUGHT, SURVIVED, TIMEOUT = "caught", "survived", "out of time"
 IN_SUITE = ("tests/unit/", "tests/integration/")
+OF_FAULTS = "tests/unit/test_house.py"
+"""The tests that look for the old text of every fault: they fail under any."""
 NOT_COPIED = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist", "quickstart", "runs", "site")
 FORK = multiprocessing.get_context("fork")
 PRELOADED = ("torch", "deepspeed", "transformers", "scipy.stats", "matplotlib.pyplot", "hypothesis")
@@ -79,7 +82,7 @@ def tests_that_see(fault: Fault, quick: bool) -> Iterator[set[str]]:
     """
     sources = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("[!.]*/**/*.py")}
     modules = frozenset(map(module_of, sources))
-    reached = {file for file in affected_tests([fault.file], sources) if file.startswith(IN_SUITE)}
+    reached = {file for file in affected_tests([fault.file], sources) if file.startswith(IN_SUITE)} - {OF_FAULTS}
     near = {file for file in reached if module_of(fault.file) in imports_of(parse(sources[file]), modules)}
     listed = {file for file in sources if Path(file).name.startswith("test_") and is_below(file, fault.tests)}
     yield from (listed, near - listed) if quick else (near | listed,)
@@ -92,18 +95,22 @@ def is_below(file: str, places: Collection[str]) -> bool:
 
 
 class FirstFailures:
-    """Plug-in of pytest that runs each file until a test fails: its fast tests, or all of a listed file without any."""
+    """Plug-in of pytest that runs each file until a test fails.
 
-    def __init__(self, listed: Collection[str]) -> None:
-        self.listed = listed
+    It runs the fast tests, and the slow ones of a listed file without any; with `slow` those of all listed files.
+    """
+
+    def __init__(self, listed: Collection[str], slow: bool) -> None:
+        self.listed, self.slow = listed, slow
         self.failed: dict[str, str] = {}
         """The first test that failed, by file; a broken file's is its own name."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave out slow tests."""
         fast = [item for item in items if not item.get_closest_marker("slow")]
-        files = {item.path for item in fast}
-        items[:] = [*fast, *(i for i in items if i.path not in files and is_below(file_of(i.nodeid), self.listed))]
+        files = set() if self.slow else {item.path for item in fast}
+        others = [item for item in items if item.get_closest_marker("slow") and item.path not in files]
+        items[:] = [*fast, *(item for item in others if is_below(file_of(item.nodeid), self.listed))]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -122,7 +129,7 @@ def file_of(test: str) -> str:
     return test.partition("::")[0]
 
 
-def in_tree(tree: Path, tests: Collection[str], listed: Collection[str], quick: bool, told: Any) -> None:
+def in_tree(tree: Path, tests: Collection[str], listed: Collection[str], quick: bool, slow: bool, told: Any) -> None:
     """Run tests in a tree, in a fork of this process; send the exit code and the first failed test of each file."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -131,7 +138,7 @@ def in_tree(tree: Path, tests: Collection[str], listed: Collection[str], quick: 
     sys.path[:] = [str(tree), *(place for place in sys.path if Path(place).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron_ddrp", "tests")]:
         del sys.modules[name]
-    first = FirstFailures(listed)
+    first = FirstFailures(listed, slow)
     options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", *["--exitfirst"] * quick]
     code = pytest.main([*options, *tests], [first])
     told.send((int(code), sorted(first.failed.values())))
@@ -144,16 +151,16 @@ def run_tests(
     limit: float | None,
     fault: Fault | None = None,
     quick: bool = False,
+    slow: bool = False,
 ) -> tuple[str, list[str]]:
     """Run tests in a copy of the tree, each file until one fails; return the result and the names of the failed."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(shutil.copytree(ROOT, Path(folder).resolve() / "tree", ignore=shutil.ignore_patterns(*NOT_COPIED)))
-        (tree / ".git").symlink_to(ROOT / ".git")  # some tests look at the files of the house
         if fault is not None:
             sound = (tree / fault.file).read_text(encoding="utf-8")
             (tree / fault.file).write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
         heard, told = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=in_tree, args=(tree, sorted(tests), listed, quick, told))
+        process = FORK.Process(target=in_tree, args=(tree, sorted(tests), listed, quick, slow, told))
         process.start()
         code, failed = heard.recv() if heard.poll(limit) else (None, [])
         process.kill()
@@ -170,6 +177,8 @@ def result_of(fault: Fault, limit: float, quick: bool) -> dict[str, Any]:
         result, failed = run_tests(tests, fault.tests, limit, fault, quick)
         if result != SURVIVED:
             break
+    else:
+        result, failed = run_tests(fault.tests, fault.tests, limit, fault, quick, slow=True)
     return {"fault": fault.key, "result": result, "tests": failed}
 
 
@@ -209,7 +218,9 @@ def main() -> int:
     counts = [[file, str(times), str(alone[file])] for file, times in caught.most_common()]
     print("" if arguments.quick else Table(["file", "caught", "alone"], counts))
     caught_by = {f"tests/{test}" for _, row in found for test in row["tests"]}
-    result, failed = run_tests(caught_by, set(map(file_of, caught_by)), None) if caught_by else (SURVIVED, [])
+    result, failed = (
+        run_tests(caught_by, set(map(file_of, caught_by)), None, slow=True) if caught_by else (SURVIVED, [])
+    )
     if result != SURVIVED:
         sys.exit(f"error: {failed[0]} fails without a fault too: mend it, and run its faults again")
     share = sum(row["result"] == CAUGHT for _, row in found) / len(found)
