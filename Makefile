@@ -7,7 +7,7 @@
 #   CORPUS  text of your own for the quickstart (.jsonl or .txt, plain or compressed).
 #   OUT     where the quickstart writes.
 #   TESTS   options for pytest that choose among the tests of `make test`, such as '-m slow'.
-#   WORKERS processes that run tests: three for two cores, since half of a test's time is waiting (1 GB each).
+#   WORKERS processes that run tests: two for each core, since a third of a test's time is waiting (1 GB each).
 #   WRITE   1 lets `make cluster` write its table into docs/launching.md.
 
 TORCH  ?= torch==2.13.0
@@ -16,7 +16,7 @@ OUT    ?= quickstart
 CORPUS ?=
 LOCK   ?=
 TESTS  ?=
-WORKERS ?= 3
+WORKERS ?= 4
 
 BIN   := .venv/bin
 # One stamp for each value of TORCH and LOCK: another value is another set-up, the same one does nothing.
@@ -57,7 +57,7 @@ lint: $(STAMP) ## lint, format and types
 docs: $(STAMP) ## the documentation as a site, in site/, with the pages of docs/ladder's rows; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: $(STAMP) ## all tests that a machine without a GPU can run, 9 to 15 minutes on 2 cores
+test: $(STAMP) ## all tests that a machine without a GPU can run, 10 minutes on 2 cores
 	$(PYTEST) $(TESTS)
 
 test-times: $(STAMP) ## the same, and CPU seconds and waits of each test in build/test-times.csv
