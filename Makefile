@@ -7,7 +7,7 @@
 #   CORPUS  text of your own for the quickstart (.jsonl or .txt, plain or compressed).
 #   OUT     where the quickstart writes.
 #   TESTS   options for pytest that choose among the tests of `make test`, such as '-m slow'.
-#   WORKERS processes that run tests: two for each core, since a third of a test's time is waiting (1 GB each).
+#   WORKERS processes that run tests: four for two cores, since a third of a test's time is waiting (1 GB each).
 #   WRITE   1 lets `make cluster` write its table into docs/launching.md.
 
 TORCH  ?= torch==2.13.0

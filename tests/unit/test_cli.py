@@ -502,7 +502,7 @@ def test_a_finished_run_says_what_is_next(code, save, says, monkeypatch, capsys)
 
 @pytest.fixture(autouse=True)
 def interrupts_heeded() -> Iterator[None]:
-    """As in a foreground process, whatever started the tests."""
+    """Signals act as in a foreground process, whatever started the tests."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it

@@ -1,4 +1,4 @@
-"""What objectives draw and read: samples of TCD and HCD, ELECTRA's Gumbel sampling, and notes."""
+"""Tests of what objectives draw and read: samples of TCD and HCD, ELECTRA's Gumbel sampling, and notes."""
 
 import numpy as np
 import pytest

@@ -463,7 +463,7 @@ def test_other_sentences_another_score_and_random_weights_are_other_jobs(
 
 
 def test_a_random_encoder_prefers_the_sentence_with_fewer_pieces(out, tmp_path, checkpoints):
-    """What piece counts predict is all that random weights of the usual size see where the counts differ."""
+    """Where the counts of pieces differ, random weights of the usual size choose as these counts predict."""
     fewer = [("the cat sings.", "the cat singing a."), ("red red.", "red red red."), ("the dog is.", "the dog.")]
     folder = write_pairs(tmp_path / "pairs", fewer * 2)
     words = ["--data-dir", folder, "--load", checkpoints["absolute"], "--output-dir", out]
