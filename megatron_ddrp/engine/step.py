@@ -70,7 +70,8 @@ class MicroBatch:
 
 def training_inputs(micro_batches: Iterable[Batch], setup: Setup, step: int) -> list[MicroBatch]:
     """Return the micro-batches of step 1, 2, … with all model inputs. Any thread can call it: it uses no device."""
-    return [MicroBatch.of(arrays, setup.at(step), step) for arrays in micro_batches]
+    setup = setup.at(step)
+    return [MicroBatch.of(arrays, setup, step) for arrays in micro_batches]
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:

@@ -212,9 +212,8 @@ def _own_group(members: Tensor, rank: int, timeout: datetime.timedelta, backend:
     """
     if members.numel() == 1:
         return None
-    rows = [tuple(row) for row in members.tolist()]
-    groups = {row: _group(dist.group.WORLD, row, timeout, backend) for row in rows}
-    return next(groups[row] for row in rows if rank in row)
+    groups = {row: _group(dist.group.WORLD, row, timeout, backend) for row in map(tuple, members.tolist())}
+    return next(group for row, group in groups.items() if rank in row)
 
 
 @functools.cache
