@@ -228,6 +228,15 @@ def complete(temporary: Path, state: dict[str, Any], since: int) -> Path:
     return path
 
 
+def _instead_of_checkpoint(load: Path) -> str:
+    """Return advice about a folder without a checkpoint: how it is imported, or that of `look_inside`."""
+    foreign = (name + ending for name in (WEIGHTS, "pytorch_model.bin") for ending in ("", ".index.json"))
+    if any((load / name).is_file() for name in foreign):
+        start = f"megatron-ddrp convert --from-hf {load} --output START"
+        return f"it is a Hugging Face folder: import it, {start}, and give START"
+    return look_inside(load)
+
+
 def refuse_folders(save: Path | None, load: Path | None) -> None:
     """Raise `UserError` if a run would overwrite another one, or if `load` is no checkpoint of this project."""
     if load and load.exists() and not load.is_dir():
@@ -244,16 +253,9 @@ def refuse_folders(save: Path | None, load: Path | None) -> None:
             raise UserError(
                 f"{name} {folder} holds checkpoints of Megatron-LM, which are not read: give a folder of its own"
             )
-    foreign = (name + ending for name in (WEIGHTS, "pytorch_model.bin") for ending in ("", ".index.json"))
-    is_foreign = load and any((load / name).is_file() for name in foreign)
-    if load and not candidates(load).paths and is_foreign:
-        raise UserError(
-            f"--load {load} is a Hugging Face folder: import it, megatron-ddrp convert "
-            f"--from-hf {load} --output START, and give --load START"
-        )
     starts_here = save and load and load.resolve() == save.resolve()
-    if load and not starts_here and not candidates(load).paths and (advice := look_inside(load)):
-        raise UserError(f"--load {load} holds no checkpoint; {advice}")
+    if load and not starts_here and not candidates(load).paths and (advice := _instead_of_checkpoint(load)):
+        raise UserError(f"--load {load} holds no checkpoint: {advice}")
     if save and holds_run(save) and not starts_here:
         raise UserError(f"--save {save} holds a run already: resume it with --load {save}, or give another --save")
     if save and not holds_run(save) and (theirs := _file_of_others(save)):
@@ -317,7 +319,7 @@ def choose_checkpoint(
     for path in whole_checkpoints(load, kinds, tell):
         return path
     wrote = "expected a folder that megatron-ddrp pretrain --save wrote"
-    raise UserError(f"--load {load} holds no checkpoint: {look_inside(load) or wrote}")
+    raise UserError(f"--load {load} holds no checkpoint: {_instead_of_checkpoint(load) or wrote}")
 
 
 def whole_checkpoints(

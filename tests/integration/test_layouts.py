@@ -55,7 +55,7 @@ def test_micro_batches_and_recomputing_change_nothing(train: Train) -> None:
 
 
 WHOLE_VOCABULARY = 30522
-COURSE = {"train_iters": 10, "micro_batch_size": 2, "zero_stage": 0}
+COURSE = {"train_iters": 5, "micro_batch_size": 2, "zero_stage": 0}
 TWO_MICRO_BATCHES = {"micro_batch_size": 4}
 """Where no data-parallel rank takes a part and no pipeline needs more."""
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 def dot(left: Tensor, right: Tensor) -> Tensor:
     """Sum over x of left[x] · right[x]; both `[d]`, the result a scalar."""
-    assert left.shape == right.shape and left.dim() == 1
-    return (left * right).sum()
+    return torch.dot(left, right)
 
 
 def attend(scores: Tensor, value: Tensor, document_ids: list[int]) -> Tensor:
@@ -60,8 +59,7 @@ def within_window(scores: Tensor, window: int | None, causal: bool = False) -> T
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """hidden `[S, in]`, weight `[out, in]`, bias `[out]` or none to `[S, out]`."""
-    bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias
-    return torch.stack([torch.stack([dot(w, row) + b for w, b in zip(weight, bias, strict=True)]) for row in hidden])
+    return torch.stack([weight @ row if bias is None else weight @ row + bias for row in hidden])
 
 
 def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -229,7 +229,7 @@ def test_seeds_are_an_array_of_runs_with_folders_of_their_own_and_no_flag_that_t
 
 
 RUNS = {"backbones": 72, "cpu-hours": 24, "gpu-30min": 42, "measures": 20, "paper": 38, "ladder": 194}
-RUNS |= {"plateau": 103, "fast": 72, "novels": 6, "depth": 33, "recipe-rates": 28, "row-lengths": 15}
+RUNS |= {"plateau": 103, "fast": 72, "novels": 6, "depth": 33, "recipe-rates": 28, "recipe": 32, "row-lengths": 15}
 """Trainings of each plan."""
 
 

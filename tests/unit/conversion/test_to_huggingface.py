@@ -152,6 +152,7 @@ def test_command_says_what_it_did_and_overwrite_replaces_hugging_face_folders_al
     assert not (output / "stale").exists() and (output / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "hf_modules") == ["hf", "run", "vocab.txt"]
     refused("not a Hugging Face folder", export_checkpoint, load, load, overwrite=True)
+    refused(f"holds no checkpoint: .*--from-hf {output} ", export_checkpoint, output, tmp_path / "again")
     assert (load / "latest").exists()
 
 
