@@ -70,14 +70,11 @@ class Curve:
 
     def training_curve(self, rows: MetricsRows) -> Series:
         """Return the training curve; empty where nothing was logged."""
-        return self._curve(rows, self.training)
+        return [(step, self.factor * value) for step, value in series(rows, self.training)]
 
     def validation_curve(self, rows: MetricsRows) -> Series:
         """Return the validation curve; empty where nothing was logged."""
-        return self._curve(rows, self.validation)
-
-    def _curve(self, rows: MetricsRows, key: str | None) -> Series:
-        return [(step, self.factor * value) for step, value in series(rows, key)] if key else []
+        return [(step, self.factor * value) for step, value in series(rows, self.validation)]
 
 
 LOSS = Curve("masked-LM loss [nats]", "lm_loss", "valid_lm_loss")
@@ -109,9 +106,9 @@ _WITHOUT_PANEL = {
 """Columns that no panel shows: counts, and what other panels show in another form."""
 
 
-def series(rows: MetricsRows, key: str) -> Series:
+def series(rows: MetricsRows, key: str | None) -> Series:
     """Return the values of one metric, where it was logged and finite."""
-    return [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
+    return [(row["iteration"], row[key]) for row in rows if key and row.get(key) is not None]
 
 
 def running_mean(values: Series, window: int) -> Series:
@@ -194,7 +191,8 @@ def draw_losses(runs: Mapping[str, MetricsRows], unigram: float | None) -> Any:
         legend["majority: every token an original"] = plotting.LEVEL
     columns = _columns(len(panels))
     figure = plotting.draw_curves(panels, columns, (WIDTH / columns, HEIGHT), legend)
-    _add_perplexity(figure.axes[0])
+    if figure.axes[0].get_ylim()[1] < 700:  # exp of more is beyond the largest float
+        _add_perplexity(figure.axes[0])
     return figure
 
 
@@ -303,7 +301,7 @@ def _of_plateau(rows: MetricsRows, level: float | None) -> Iterator[tuple[str, s
     """Yield when a run left the plateau near the unigram level, if the level is known."""
     if level is not None and (curve := curve_of(rows)):
         left = onset(curve, level)
-        resting = "never on it: it began from trained weights" if is_past(curve, level) else "not left yet"
+        resting = "below it from its first row on" if is_past(curve, level) else "not left yet"
         yield "plateau", f"left after {left:,} tokens" if left else f"{resting} (docs/lab/plateau.md)"
 
 

@@ -46,8 +46,7 @@ def layer_logits(model: Encoder, batch: Batch) -> Iterator[tuple[Tensor, int | N
 
     The logits have values at padding and outside the window too; the window of a layer without one is None.
     """
-    nothing = Draws.none(len(batch.input_ids), model.config.num_layers, batch.document_ids.device)
-    state = model.embeddings(Inputs.of(batch, nothing))
+    state = _first_state(model, batch)
     for layer in model.layers:
         assert isinstance(layer, EncoderLayer)
         yield layer.logits(state), layer.attention.window
@@ -240,7 +239,8 @@ def table_cosines(model: Encoder) -> list[float] | None:
 
     Near 1, the two rows are parallel: this table cannot tell left from right, whatever the query.
     """
-    state, longest = _first_state(model), model.config.seq_length - 1
+    nothing = torch.zeros(1, model.config.seq_length, dtype=torch.long, device=next(model.parameters()).device)
+    state, longest = _first_state(model, Batch.of_texts(nothing, nothing + 1)), model.config.seq_length - 1
     by_layer = []
     for layer in model.layers:
         assert isinstance(layer, EncoderLayer)
@@ -258,11 +258,10 @@ def near_and_far(cosines: Sequence[float] | None) -> tuple[float | None, float |
     return (statistics.fmean(cosines[:NEAR]), statistics.fmean(cosines)) if cosines else (None, None)
 
 
-def _first_state(model: Encoder) -> State:
-    """Return the state before the first layer for one row of the longest length, on the model's device."""
-    nothing = torch.zeros(1, model.config.seq_length, dtype=torch.long, device=next(model.parameters()).device)
-    batch = Batch.of_texts(nothing, torch.ones_like(nothing))
-    return model.embeddings(Inputs.of(batch, Draws.none(1, model.config.num_layers, nothing.device)))
+def _first_state(model: Encoder, batch: Batch) -> State:
+    """Return the state before the first layer."""
+    nothing = Draws.none(len(batch.input_ids), model.config.num_layers, batch.document_ids.device)
+    return model.embeddings(Inputs.of(batch, nothing))
 
 
 SPACE = {

@@ -246,13 +246,10 @@ def report_space(arguments: argparse.Namespace) -> None:
         rows.append(view.facts() | {"tokens": found.tokens, "layers": [asdict(layer) for layer in found.layers]})
     for row in rows:
         last = row["layers"][-1]
-        values = ", ".join(f"{name} {_shown(last[key])}" for key, name in figures.SPACE.items())
+        shown = ((name, last[key]) for key, name in figures.SPACE.items())
+        values = ", ".join(f"{name} {'-' if value is None else format(value, '.4g')}" for name, value in shown)
         print(f"{_name(row)}, layer {last['layer']}: {values}")
     session.write({"checkpoints": rows}, lambda: figures.draw_space(rows))
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def report_masked_places(arguments: argparse.Namespace) -> None:
@@ -320,7 +317,8 @@ def report_direction(arguments: argparse.Namespace) -> None:
     rows = [view.facts() | _direction_fields(view, arguments.seed) for view in session.views()]
     for row in rows:
         cosine = "no table" if row["near"] is None else f"cosine {row['near']:.3f} near, {row['far']:.3f} far"
-        probes = (f"{name} {row[key]:.2%}{_margin(row[error])}" for name, key, error in PROBES)
+        margins = {key: "" if row[key] is None else f" ± {100 * row[key]:.2f}" for *_, key in PROBES}
+        probes = (f"{name} {row[key]:.2%}{margins[error]}" for name, key, error in PROBES)
         print(f"{row['run']}: {cosine}; {', '.join(probes)}")
     session.write({"models": rows}, lambda: figures.draw_direction(rows))
 
@@ -347,10 +345,6 @@ def _direction_fields(view: View, seed: int) -> dict[str, Any]:
         "layers": by("layer", text.by_layer, shuffled.by_layer),
         "distances": by("distance", text.by_distance, shuffled.by_distance),
     }
-
-
-def _margin(error: float | None) -> str:
-    return "" if error is None else f" ± {100 * error:.2f}"
 
 
 def report_throughput(arguments: argparse.Namespace) -> None:

@@ -94,8 +94,8 @@ class Replacements(Section):
             "workers": self.workers,
         }
         replaced: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        if self.input:
-            replaced["corpus.data_path"] = None
+        out = {"input": "data_path", "vocab_file": "vocab_size", "other": "other_data_path", "other_data_path": "other"}
+        replaced |= {f"corpus.{theirs}": None for mine, theirs in out.items() if getattr(self, mine)}
         if self.data_path:
             replaced |= {"corpus.input": None, "corpus.vocab_size": None, "corpus.shuffle": None}
         return replaced | {name: None for name in ("glue", "minimal_pairs", "tasks") if not getattr(self, name)}

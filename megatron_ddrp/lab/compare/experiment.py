@@ -44,7 +44,7 @@ STATUS = 60.0
 """Seconds between two status lines."""
 GRACE = 120.0
 """Seconds that a stopped process gets to save its last checkpoint."""
-_SET_PARENT_DEATH_SIGNAL = 1
+_END_WITH_PARENT = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM) if sys.platform == "linux" else None
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Runner:
                 env=self._environment(slot),
                 pass_fds=(lease.fileno(),),
                 start_new_session=True,  # Ctrl-C reaches only the driver, which lets the processes save
-                preexec_fn=_stop_with_parent if sys.platform == "linux" else None,
+                preexec_fn=_END_WITH_PARENT,
             )
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.running.append(_Running(job, lease, process, slot, time.monotonic(), now))
@@ -272,10 +272,6 @@ def stop_on_sigterm() -> None:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-
-
-def _stop_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 ROWS = "rows.jsonl"
@@ -418,7 +414,7 @@ def run_here(options: argparse.Namespace) -> int:
     experiment = plan_experiment(options)
     if options.claims:
         load_claims(options.claims)  # before hours of jobs, not after them
-    if options.page_only:
+    if options.page_only and not options.dry_run:
         return _write_page(experiment, options)
     runner = Runner(experiment.store, experiment.plan.workers, partial(print, flush=True), experiment.record)
     jobs = experiment.jobs()

@@ -7,6 +7,7 @@ outputs look like.
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -280,7 +281,7 @@ def make_row(work: PlanJobs, run: PlannedRun) -> Row:
     for measure in measures:
         READERS[measure.job.kind](found, measure)
     jobs = [run.job.name, *(measure.job.name for measure in measures)]
-    return found.more | {
+    row = found.more | {
         "run": run.job.name,
         "jobs": jobs,
         "model": run.model.name,
@@ -308,6 +309,7 @@ def make_row(work: PlanJobs, run: PlannedRun) -> Row:
         },
         "curves": {name: points for name, points in found.curves.items() if points},
     }
+    return json.loads(json.dumps(row))  # type: ignore[no-any-return]  # as rows are that were stored
 
 
 def draw_samples(work: PlanJobs, run: PlannedRun) -> Samples:

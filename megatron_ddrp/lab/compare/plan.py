@@ -378,8 +378,8 @@ def _replaced(values: Any, given: Mapping[str, Any]) -> Any:
         key = next((name for name in found if str(name).replace("-", "_") == key), key)
         if not inner:
             found[key] = value
-        elif isinstance(found.setdefault(key, {}), dict):
-            found[key][inner] = value
+        elif isinstance(section := found.setdefault(key, {}), dict):
+            section[next((name for name in section if str(name).replace("-", "_") == inner), inner)] = value
     for section in found.values():
         for key in [key for key, value in section.items() if value is None] if isinstance(section, dict) else ():
             del section[key]

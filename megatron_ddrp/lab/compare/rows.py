@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_ddrp.config import OBJECTIVES, concerns
 from megatron_ddrp.config.reading import options_of
-from megatron_ddrp.config.training import MaskRates, parse_phases
+from megatron_ddrp.config.training import LengthPhase, MaskRates, parse_phases
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.data.batches.word_counts import MIN_SHIFT
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -153,8 +153,10 @@ class RunRow:
 
     @cached_property
     def onset(self) -> float | None:
-        """Tokens at which the run left the plateau; None if it did not."""
-        return onset(self.curves.get(TRAINING_LOSS, ()), self.unigram_loss)  # type: ignore[arg-type]
+        """Tokens at which the run left the plateau, or of its first point if it has left before; None if it did not."""
+        curve: Any = self.curves.get(TRAINING_LOSS, ())
+        has_left = curve and is_past(curve, self.unigram_loss) and not self.settings.get("objective_phases")
+        return curve[0][0] if has_left else onset(curve, self.unigram_loss)
 
     def check_equal(self, again: RunRow) -> str:
         """Return a line that the losses of this row and of the same run, trained again, are equal.
@@ -202,36 +204,43 @@ class RunRow:
 
     def compares(self, other: RunRow, measure: str) -> bool:
         """Return whether values of a measure compare: of the same pairs or rows of a task, where both tell them."""
-        if measure == LIKE_LOSS:
-            return self.like_key == other.like_key
-        told: list[Sequence[object]] = [(sorted(run.paradigms), run.pairs or None) for run in (self, other)]
+        if measure in (LIKE_LOSS, OTHER_LOSS, LOSS):
+            return self.loss_key(measure) == other.loss_key(measure)
+        told: list[Sequence[object]] = [(sorted(run.paradigms) or None, run.pairs or None) for run in (self, other)]
         if measure != MINIMAL_PAIRS:
             rows = [run.tasks.get(measure, {}) for run in (self, other)]
             told = [(row.get("train_examples"), row.get("dev_examples")) for row in rows]
         return all(one == another or None in (one, another) for one, another in zip(*told, strict=True))
 
-    @cached_property
-    def like_key(self) -> tuple[str, ...]:
-        """Key that two runs share if their losses on like text compare.
+    def loss_key(self, measure: str) -> tuple[object, ...]:
+        """Return a key that two runs share if their losses on a text compare.
 
-        The head that predicts must be alike, the generator's or the encoder's, and the text, held-out or trained on.
-        Losses of training text also depend on the settings `_ALIKE`.
+        The head that predicts must be alike, the generator's or the encoder's; so must the text, held-out or trained
+        on, and the rows and masks that are made of it: those of the last step, or in training the settings `_ALIKE`.
         """
         alone = self.objective not in OBJECTIVES or OBJECTIVES.find(self.objective).generates
-        settings = (
-            () if self.validates_alike else (_as_text(self.settings.get(name, _DEFAULTS[name])) for name in _ALIKE)
-        )
-        return (self.objective * alone, *settings)
+        trained = measure == LIKE_LOSS and not self.validates_alike
+        names = _ALIKE if trained else ("masking", "eval_mask_prob")
+        settings = (_as_text(self.settings.get(name, _DEFAULTS[name])) for name in names)
+        last = next(phase for phase in self.phases if phase.share == 1)
+        return (self.objective * alone, trained, last.seq_length, *settings)
+
+    @property
+    def phases(self) -> Sequence[LengthPhase]:
+        """Phases by the length of the rows."""
+        longest = int(self.settings.get("seq_length", _DEFAULTS["seq_length"]))
+        return parse_phases(self.settings.get("seq_length_phases") or (), longest)
 
     @cached_property
     def rested(self) -> float | None:
         """Tokens on the plateau: up to the onset, or all of the run's if it never left.
 
         None if the row tells no level or curve, for an arm at half the budget, which had less time than the others, and
-        for trained weights, which were never on the plateau.
+        for a run whose causal phase ended below the level.
         """
         curve: Any = self.curves.get(TRAINING_LOSS)
-        if self.half or not self.unigram_loss or not curve or is_past(curve, self.unigram_loss):
+        level = self.unigram_loss
+        if self.half or not level or not curve or (self.onset is None and is_past(curve, level)):
             return None
         return self.onset or self.tokens or curve[-1][0]  # a row need not tell its tokens
 
@@ -243,8 +252,7 @@ class RunRow:
         of its phase. A causal phase predicts every token.
         """
         tokens = self.rested or 0.0
-        phases = parse_phases(self.settings.get("seq_length_phases") or (), int(self.settings.get("seq_length", 1)))
-        ends, lengths = np.array([0.0, *(phase.share for phase in phases)]), [phase.seq_length for phase in phases]
+        ends, lengths = np.array([0.0, *(one.share for one in self.phases)]), [one.seq_length for one in self.phases]
         grown = np.cumsum([0, *np.diff(ends) * lengths])
         share = np.interp(tokens / (self.tokens or np.inf), grown / grown[-1], ends)
         rates = MaskRates.parse(str(self.settings.get("mask_prob", _DEFAULTS["mask_prob"])))

@@ -61,7 +61,7 @@ def test_the_report_says_when_the_run_left_the_plateau(tmp_path):
     for part, told in (
         (rows, "left after 3,000,000 tokens"),
         (rows[:2], "not left yet (docs/lab/plateau.md)"),
-        (rows[2:], "never on it: it began from trained weights (docs/lab/plateau.md)"),  # so begins an imported encoder
+        (rows[2:], "below it from its first row on (docs/lab/plateau.md)"),  # so begins an imported encoder
     ):
         assert dict(run_report.facts(tmp_path, part))["plateau"] == told
 
@@ -142,7 +142,8 @@ def test_runs_beside_have_training_and_validation_curves_in_a_figure(tmp_path):
     assert curves == [(own, 2), (own, 2), (bert, 1), (bert, 1), (tnf, 2), (tnf, 2)]
     assert len({own, bert, tnf}) == 3
     pytest.importorskip("matplotlib")
-    for name, rows in {"mth": ROWS, "electra": ELECTRA, "plain": [{"iteration": 1, "lm_loss": 9.0}]}.items():
+    of_one_row = {name: [{"iteration": 1, "lm_loss": loss}] for name, loss in (("plain", 9.0), ("diverged", 1e5))}
+    for name, rows in {"mth": ROWS, "electra": ELECTRA, **of_one_row}.items():
         runs = {"own": rows, "another": ROWS, "of one step": ROWS[:1]}
         plotting.save_figures(tmp_path, {f"{name}.png": partial(run_report.draw_losses, runs, 6.5)})
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name

@@ -70,7 +70,7 @@ def test_the_page_has_the_values_of_the_store_and_names_what_is_missing_and_its_
     }
     row = measures.make_row(work, work.runs[0])
     assert row["values"][STEP_SECONDS] == 0.5  # without the 60 s of the first step
-    assert row["curves"][TOKEN_SIMILARITY] == [(2000, pytest.approx(0.85)), (4000, 0.8)]
+    assert row["curves"][TOKEN_SIMILARITY] == [[2000, pytest.approx(0.85)], [4000, 0.8]]
     for text in texts:
         assert "6.5100 ± 0.0100" in text and "6.2550 ± 0.0071" in text  # three seeds, and the two that there are
         assert "run BERT (MTH), seed 1236: started, not finished" in text and "error: no space left" in text

@@ -172,6 +172,12 @@ def test_the_command_line_replaces_values(values, write, tmp_path):
     corpus = read(of_texts, *words).corpus
     assert (corpus.other_data_path, corpus.data_path) == (("b",), ("made",))
     assert not (corpus.input or corpus.vocab_size or corpus.shuffle)
+    corpus = read(of_texts, "--vocab-file", "vocab.txt").corpus
+    assert (corpus.input, corpus.vocab_file, corpus.vocab_size) == (("a.jsonl",), "vocab.txt", None)
+    with_dashes = {"corpus": {"data-path": ["made"], "vocab-file": "v", "other-data-path": ["b"]}}
+    corpus = read(with_dashes, "--input", "x", "--other", "o").corpus
+    assert (corpus.input, corpus.data_path, corpus.vocab_file) == (("x",), (), "v")
+    assert (corpus.other, corpus.other_data_path) == (("o",), ())
     for changes in ({}, {"glue": {"data_dir": "nowhere", "tasks": ["RTE"]}}):
         assert read(changes, "--no-glue").glue is None
     assert read({}, "--minimal-pairs-dir", "blimp").minimal_pairs.data_dir == "blimp"

@@ -241,10 +241,25 @@ def test_training_losses_compare_where_training_makes_the_same_of_a_text():
         results = results_of(rows)
         measures = {gain.measure for gain in gains(results, model_claims(results))}
         assert (LIKE_LOSS in measures) == compares, own
-        assert (OTHER_LOSS in measures) == ("validation_gap" not in own)
+        held_out = own.get("objective", "mth") == "mth" and "masking" not in own.get("flags", {})
+        assert (OTHER_LOSS in measures) == (held_out and "validation_gap" not in own)
         table = score_table(results, results.runs[0].budget)
         cells = {cell[0]: dict(zip(table.header, cell, strict=True)) for cell in table.rows}
         assert cells["absolute"][LIKE_LOSS] and bool(cells.get("ddrp", {}).get(LIKE_LOSS)) == compares, own
+
+
+def test_held_out_losses_compare_where_head_rows_and_masks_are_alike():
+    for own, compares in (
+        ({"flags": {"mask-prob": "0.4:0.25", "hidden-dropout": 0, "packing": True, "seq_length_phases": ["32:0.5"]}}, True),
+        ({"flags": {"seq_length_phases": ["64:1"]}}, False),  # rows of the last step
+        ({"flags": {"seq-length": 64}}, False),
+        ({"flags": {"masking": "ngram"}}, False),
+        ({"flags": {"eval-mask-prob": 0.05}}, False),
+        ({"objective": "electra"}, False),
+    ):
+        for gap, measure in ((0.1, LIKE_LOSS), (0.47, OTHER_LOSS), (None, LOSS)):
+            one, other = as_run(row(validation_gap=gap)), as_run(row("ddrp", **own, validation_gap=gap))
+            assert one.compares(other, measure) == compares, (own, measure)
 
 
 def test_a_run_rested_up_to_its_onset_or_all_of_its_tokens_also_if_its_row_does_not_tell_them():
@@ -255,7 +270,11 @@ def test_a_run_rested_up_to_its_onset_or_all_of_its_tokens_also_if_its_row_does_
     assert left.rested == left.onset == 4.1e6
     assert as_run(row(curves=curve)).rested is None  # written by an earlier version
     assert as_run(row(curves=curve, unigram_loss=7.0, half=True)).rested is None
-    assert as_run(row(curves=curve, unigram_loss=11.0)).rested is None  # trained weights, which were never there
+    # The first point lies past the plateau: the run left before, unless a causal phase had trained it.
+    assert as_run(row(curves=curve, unigram_loss=11.0)).rested == 1e6
+    assert as_run(row(curves=curve, unigram_loss=11.0, common={"objective-phases": "clm:0.5"})).rested is None
+    short = as_run(row(curves=curve, unigram_loss=7.0, steps=10, common={"seq-length-phases": ["128:0.9"]}))
+    assert short.spent["steps"] == 10  # rows of 512 by default
 
 
 FIRST = {1: 0.61, 2: 0.58, 3: 0.66, 4: 0.60}
