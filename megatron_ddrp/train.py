@@ -91,7 +91,8 @@ def train(
         remarks = remarks_of_ranks(setup, (*data.remarks, *start.remarks, *open_folder(setup, data, stack)))
         first = ranks.rank == 0
         listeners = Callbacks([PlateauWatch(data.level), *own_callbacks, *callbacks] if first else [], requests)
-        log = agree(lambda: stack.enter_context(open_log(setup.config, start.resumed, first, listeners)))
+        before, logged_every = start.progress.iteration, None if start.resumed is None else start.resumed.log_interval
+        log = agree(lambda: stack.enter_context(MetricsLog(setup.config, before, first, logged_every, listeners)))
         for line in (*remarks, *about_model, where_we_start(setup.config, start.resumed)):
             log.say(line)
         agree(lambda: listeners.start(setup.config, start.progress.iteration, engine.module))
@@ -214,8 +215,9 @@ def resume(engine: Any, setup: Setup, corpus: Corpus) -> Start:
         progress = resumed.progress if resumed else Progress()
         changes = changed_tokenizer(resumed.path, corpus.tokenizer) if resumed else []
         changes += corpus.changes(progress.datasets)
-        notes = open_notes(setup.config, corpus)
-        if notes is not None:
+        objective, notes = setup.config.objective, None
+        if objective.notes:
+            notes = NoteDictionary(corpus.rare_words[0], setup.config.model.hidden_size, objective)
             size = notes.size_bytes / 2**20
             changes += [f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory per rank"]
             if resumed and not resumed.weights_only:
@@ -232,14 +234,6 @@ def open_folder(setup: Setup, data: Data, stack: ExitStack) -> list[str]:
         home = RunFolder(folder, setup.config, data.corpus.tokenizer, data.level, data.gap)
     agree(lambda: stack.enter_context(home or nullcontext()))
     return [*find_unshared(folder, load is not None, setup.ranks), *(home.remarks if home else ())]
-
-
-def open_log(config: Config, resumed: Resumed | None, active: bool, callbacks: Callbacks | None = None) -> MetricsLog:
-    """Return the log of a run. Its earlier rows were written at the `--log-interval` stored in the checkpoint."""
-    if resumed is None:
-        return MetricsLog(config, 0, active, None, callbacks)
-    stored = Config.from_dict(read_state(resumed.path)["config"])
-    return MetricsLog(config, resumed.progress.iteration, active, stored.logging.log_interval, callbacks)
 
 
 def remarks_of_ranks(setup: Setup, own: Sequence[str]) -> list[str]:
@@ -276,13 +270,6 @@ def other_versions() -> list[str]:
     own = f"Python {platform.python_version()}, torch {torch.__version__}, DeepSpeed {deepspeed_version()}"
     (_, first), *others = gather_objects((socket.gethostname(), own))
     return [f"host {host} has {theirs}; rank 0 has {first}" for host, theirs in dict(others).items() if theirs != first]
-
-
-def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:
-    """Return an empty dictionary for the rare words of the corpus; None without `--notes`."""
-    if not config.objective.notes:
-        return None
-    return NoteDictionary(corpus.rare_words[0], config.model.hidden_size, config.objective)
 
 
 def introduction(setup: Setup, corpus: Corpus, loader: BatchLoader, sizes: tuple[int, int]) -> str:

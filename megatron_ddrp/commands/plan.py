@@ -61,7 +61,9 @@ class Text(Section):
         word=read_number,
         metavar="N",
     )
-    vocab_size: int = option(30522, "pieces of a new model's vocabulary", within="[100, 10000000]")
+    vocab_size: int | None = option(
+        None, "pieces of a new model's vocabulary (default: those of --data-path, else 30522)", within="[100, 10000000]"
+    )
     data_path: str | None = option(
         None, "dataset of the commands (default: corpus_text_document; with --load the one that they make)", metavar="P"
     )
@@ -102,12 +104,12 @@ class Continuing(OtherVocabulary):
     input: tuple[str, ...] | None = option(None, INPUT_HELP, nargs="+", metavar="FILE")
     train: Path | None = option(None, "training rows of a task, for finetune", metavar="F")
     valid: Path | None = option(None, "validation rows of the task", metavar="F")
-    output_dir: Path = option(Path("road"), "folder of all that the commands write", metavar="OUT")
+    output_dir: Path | None = option(None, "folder of all that the commands write (default: road)", metavar="OUT")
     run: bool = option(False, "run the commands on this machine, without those that an earlier --run has finished")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("generator", "input", "train", "valid", "run", *TokenizerFlags._fields):
+        for name in ("generator", "input", "train", "valid", "output_dir", "run", *TokenizerFlags._fields):
             if getattr(self, name) and self.load is None:
                 refuse(f"{flag(name)} needs --load: give the encoder to continue, or leave it out")
         if (self.train is None) != (self.valid is None):
@@ -131,8 +133,11 @@ def main(words: Sequence[str] | None = None) -> Plan:
             refuse(f"{flag(name)} is for a new model, and --load names a trained one: leave one of them out")
     if not options.input and not options.data_path and (options.run or not options.tokens):
         refuse("--load needs a text: give --input FILE, or --data-path of a dataset with the encoder's vocabulary")
+    if options.input and options.data_path:
+        refuse("--input and --data-path exclude each other: give the text, or the dataset that is made of it")
     if options.run and options.device:
         refuse("--run is for this machine: leave --device out, or run the printed commands there")
     from megatron_ddrp.commands.continuing import continue_encoder
 
+    options.output_dir = options.output_dir or Path("road")
     return continue_encoder(options)

@@ -41,7 +41,7 @@ from megatron_ddrp.commands.options import (
 from megatron_ddrp.commands.preprocess import main as preprocess
 from megatron_ddrp.config import Config, flag_words
 from megatron_ddrp.config.run import config_of
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, entry, read_manifest
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS
 from megatron_ddrp.engine.build import precision_fault
 from megatron_ddrp.engine.layout import Setup
@@ -134,7 +134,7 @@ class PresentDevice:
 
     def fastest(self, config: Config, most: int) -> Step:
         """Return the fastest step of two sizes of micro-batches, of at most `most` rows."""
-        large = min(most, max(1, MICRO_BATCH_TOKENS[self.type] // config.model.seq_length))
+        large = min(most, power_of_two(MICRO_BATCH_TOKENS[self.type] / config.model.seq_length))
         steps = [self._step(config, size) for size in sorted({max(1, large // 4), large})]
         return min(steps, key=lambda step: step.seconds)
 
@@ -216,6 +216,8 @@ class PlannedShape(NamedTuple):
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Print the plan for the options of the command, and return it."""
+    made_by = entry(read_manifest(options.data_path), "tokenizer")
+    options.vocab_size = options.vocab_size or made_by.get("vocab_size") or 30522
     device = ListedDevice(options.device, options.world_size) if options.device else PresentDevice(options.vocab_size)
     shapes = [shape for shape in SHAPES if shape.num_layers <= options.max_layers]
     fill = fill_rows(options.tokens, documents_of(options.data_path, options.tokens), options.seq_length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_ddrp.arguments import Arguments, Invocation, parse_arguments
 from megatron_ddrp.commands import PROGRAM
@@ -39,6 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
         rehearse(arguments)
         return 0
     requests = StopRequests(arguments.config.checkpoint.exit_duration_in_mins, alone=not is_launched()).heed()
+    from megatron_ddrp.checkpoint import newest
     from megatron_ddrp.parallel import process_group
     from megatron_ddrp.parallel.process_group import lost_rank_in_one_line, print_shared_errors_once
     from megatron_ddrp.train import train
@@ -46,8 +48,9 @@ def main(words: Sequence[str] | None = None) -> int:
     with print_shared_errors_once(), lost_rank_in_one_line(), allocations_as_user_errors():
         code = train(arguments.config, requests=requests).code
         process_group.stop()
-    if code == 0 and arguments.config.checkpoint.save and words is None:
-        run = shlex.quote(arguments.config.checkpoint.save)
+    save = arguments.config.checkpoint.save
+    if code == 0 and save and words is None and newest(Path(save)):
+        run = shlex.quote(save)
         with first_rank_speaks():
             print(f"next: {PROGRAM} report --load {run} --output-dir {run}/report", flush=True)
             print(f"or use it: {PROGRAM} convert --load {run} --output {run}_hf; finetune and glue take --load too")

@@ -96,7 +96,8 @@ class Config:
                 f"--seq-length-phases {' '.join(self.training.seq_length_phases)} sets --rope-theta with "
                 f"--position-encoding {self.model.position_encoding}, which has none: give LENGTH:END"
             )
-        steps, optimizer = self.training.train_iters, self.optimizer
+        steps, head = self.training.train_iters, self.training.new_head_iters
+        after = f" after --new-head-iters {head}" if head else ""
         ends = [phase.last_step(steps) for phase in self.phases[:-1]]
         for word, begin, end in zip(self.training.seq_length_phases, [0, *ends], ends, strict=False):
             if begin >= end:
@@ -112,18 +113,18 @@ class Config:
         steps, optimizer = self.schedule
         warmup, decay = optimizer.warmup_steps(steps), optimizer.lr_wsd_decay_iters or 0
         if optimizer.lr_warmup_iters is not None and warmup > steps:
-            refuse(f"--lr-warmup-iters {warmup} of {steps} steps: the peak is never reached, so give fewer")
+            refuse(f"--lr-warmup-iters {warmup} of {steps} steps{after}: the peak is never reached, so give fewer")
         end = optimizer.decay_steps(steps)
         if optimizer.lr_decay_iters is not None and warmup >= end:
             refuse(
-                f"--lr-decay-iters {self.optimizer.lr_decay_iters}: the warm-up alone has {warmup} steps, so give more "
-                "than those"
+                f"--lr-decay-iters {self.optimizer.lr_decay_iters}: the warm-up alone has {warmup} steps{after}, so "
+                "give more than those"
             )
         if decay and warmup + decay > end:
             limit = "train" if optimizer.lr_decay_iters is None else "lr-decay"
             refuse(
-                f"--lr-wsd-decay-iters {decay} and {warmup} steps of warm-up are more than --{limit}-iters {end}: give "
-                "fewer; for a branch from step N, --train-iters is N + the decay"
+                f"--lr-wsd-decay-iters {decay} and {warmup} steps of warm-up are more than --{limit}-iters {end}"
+                f"{after}: give fewer; for a branch from step N, --train-iters is N + the decay"
             )
 
     def _check_layout(self) -> None:
@@ -305,7 +306,12 @@ def idle_settings(config: Config) -> dict[str, str]:
             ),
         ),
         (config.optimizer.lr_decay_style == "constant", "with --lr-decay-style constant", ("min_lr",)),
-        (not config.logging.validates, "without validation (--eval-interval 0)", ("other_data_path",)),
+        (
+            not config.logging.validates,
+            "without validation (--eval-interval 0 or --eval-iters 0)",
+            ("other_data_path", "log_similarity", "eval_mask_prob"),
+        ),
+        (not config.checkpoint.keep_last, "without --keep-last", ("milestone_interval",)),
         (not config.logging.profile, "without --profile", ("profile_step_start", "profile_step_end")),
     )
     return {name: reason for idle, reason, names in reversed(conditions) if idle for name in names}
@@ -394,8 +400,15 @@ OPTIONS = "objective_options"
 """Setting whose meaning depends on the objective; a run stores the numbers that its objective declares."""
 
 WARMUP_STEPS, WARMUP_SHARE = "lr_warmup_iters", "lr_warmup_fraction"
-_OTHER_WARMUP = {WARMUP_STEPS: WARMUP_SHARE, WARMUP_SHARE: WARMUP_STEPS}
-"""Length of the warm-up → the other setting of it; the steps win where a run stores both."""
+_INSTEAD = {
+    **{WARMUP_STEPS: (WARMUP_SHARE,), WARMUP_SHARE: (WARMUP_STEPS,), "bf16": ("fp16",), "fp16": ("bf16",)},
+    **{"data_path": ("train_data_path", "valid_data_path"), "train_data_path": ("data_path", "split")},
+    **{"vocab_file": ("tokenizer_model",), "tokenizer_model": ("vocab_file",)},
+}
+"""Flag → settings of a file that it excludes. The steps of the warm-up win where a run stores both lengths."""
+_OF_WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
+_BELONGINGS = {"objective": (OPTIONS,), "optimizer": ("optimizer_options",), "lr_decay_style": _OF_WSD}
+"""Flag → settings of a file that go with the file's value of it."""
 
 
 def read_config(path: str) -> tuple[dict[str, Any], str]:
@@ -428,9 +441,9 @@ def read_config(path: str) -> tuple[dict[str, Any], str]:
         return values, ""
     if WARMUP_STEPS in values:
         values.pop(WARMUP_SHARE, None)  # stored beside the steps, without effect
+    values = drop_derived(values)  # with the run's folders, without which some settings do not stand
     left_out = [flag(name) for name in OF_THE_RUN if values.pop(name, None) is not None]
-    remark = f"--config {path}: {', '.join(left_out)} of that run not taken; give your own" if left_out else ""
-    return drop_derived(values), remark
+    return values, f"--config {path}: {', '.join(left_out)} of that run not taken; give your own" if left_out else ""
 
 
 def _load(path: Path, place: Place) -> Any:
@@ -473,12 +486,14 @@ def drop_derived(values: Mapping[str, Any]) -> dict[str, Any]:
 def under_flags(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a file and of the flags.
 
-    Flags win; a warm-up in steps also wins over the file's share, and a share over its steps. The file's options of
-    another objective are left out.
+    Flags win, also over settings of the file that they exclude, such as the other length of the warm-up. What belongs
+    to another value in the file, such as the options of another objective, is left out.
     """
-    left_out = {other for name, other in _OTHER_WARMUP.items() if name in given}
-    if "objective" in values and given.get("objective", values["objective"]) != values["objective"]:
-        left_out.add(OPTIONS)
+    excluded = [others for name, others in _INSTEAD.items() if given.get(name) is not None and given[name] is not False]
+    excluded += [
+        o for name, o in _BELONGINGS.items() if name in values and given.get(name, values[name]) != values[name]
+    ]
+    left_out = set().union(*excluded)
     return {name: value for name, value in values.items() if name not in left_out} | dict(given)
 
 

@@ -5,6 +5,7 @@ Masking rate and row length are pure functions of the step, so that resuming nee
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,8 +48,10 @@ class MaskRates(NamedTuple):
     def parse(cls, value: Any) -> MaskRates:
         """Return the rates of a number, or of the text START:END. Raises `UserError`."""
         words = value.split(":") if isinstance(value, str) else [value]
-        rates = [_number(word) for word in words]
-        if len(words) > 2 or any(isinstance(rate, str) for rate in rates):
+        rates: list[Any] = []
+        with contextlib.suppress(ValueError):
+            rates = [float(word) if isinstance(word, str) else word for word in words]
+        if len(rates) not in (1, 2):
             refuse(f"--mask-prob is {value}: it must be one share in (0, 1), such as 0.15, or two, such as 0.3:0.15")
         for rate in rates:
             check_range("mask_prob", rate, "(0, 1)")
@@ -75,14 +78,6 @@ def read_rates(value: Any, place: Any) -> Any:
         return MaskRates.parse(value).written
     except UserError as error:
         raise place.error(str(error)) from None
-
-
-def _number(word: Any) -> Any:
-    """Return text as a number; return anything else unchanged."""
-    try:
-        return float(word) if isinstance(word, str) else word
-    except ValueError:
-        return word
 
 
 class LengthPhase(NamedTuple):

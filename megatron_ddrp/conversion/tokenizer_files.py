@@ -259,8 +259,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, num_seg
     is_copied = tokenizer.tokenizer_type == "HuggingFace"
     if converted is None or not (is_copied or _agree(tokenizer, converted)):
         return (
-            f"{tokenizer.tokenizer_type}: {tokenizer.file_name} only; transformers has no equal of this model, "
-            "so AutoTokenizer cannot load it"
+            f"{tokenizer.tokenizer_type}: {tokenizer.file_name} only; transformers has no equal of this model, so "
+            "AutoTokenizer fails or cuts texts otherwise: use megatron_ddrp.load_encoder"
         )
     names = {f"{role}_token": tokenizer.pieces[getattr(tokenizer, f"{role}_id")] for role in SPECIAL_PIECES}
     if not (is_copied and _is_ready(tokenizer, folder)):

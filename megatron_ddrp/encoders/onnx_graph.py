@@ -29,7 +29,7 @@ from megatron_ddrp.conversion.origin import MODULES, pooling_of, read_modules
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.huggingface import foreign_inputs, head_outputs, load_with_head, num_segments
-from megatron_ddrp.encoders.masked_lm import pool_rows
+from megatron_ddrp.encoders.masked_lm import POOLINGS, pool_rows
 from megatron_ddrp.errors import UserError, need_packages
 from megatron_ddrp.foreign import reading
 
@@ -40,8 +40,6 @@ OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 """Names of inputs and outputs, as in transformers; a model has some of them."""
 VECTOR = "sentence_embedding"
 """Output of a sentence encoder, `[batch, hidden]`, as sentence-transformers calls it."""
-POOLINGS = ("cls", "max", "mean")
-"""Poolings that a graph can have, by their names in `pool_rows`."""
 COPIED = ("*.json", "*.txt", "*.model", "*.py", "*/config.json")
 """Patterns of the files that servers read beside a graph: settings, tokenizer, code, modules."""
 PROBED = (2, 7, contract.LONGEST)

@@ -19,10 +19,6 @@ import numpy as np
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import RowForm
 
-_ROWS_TO_SORT = 64
-"""Number of batches whose shuffled rows are sorted by length together before they are cut into batches."""
-
-
 Item = TypeVar("Item")
 
 
@@ -123,18 +119,6 @@ def truncate(sides: list[list[int]], budget: int) -> None:
     while sum(map(len, sides)) > budget:
         longest = max(reversed(sides), key=len)
         longest.pop()
-
-
-def train_order(encoded: Encoded, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Return batches of row numbers for one epoch: every row once, shuffled, rows of similar length together."""
-    random = np.random.default_rng([seed, epoch])
-    lengths = encoded.lengths
-    shuffled = random.permutation(len(encoded))
-    pool = batch_size * _ROWS_TO_SORT
-    pools = [shuffled[start : start + pool] for start in range(0, len(shuffled), pool)]
-    rows = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in pools])
-    batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    return [batches[index] for index in random.permutation(len(batches))]
 
 
 def dev_order(encoded: Encoded, batch_size: int) -> list[np.ndarray]:

@@ -184,6 +184,8 @@ class Resumed:
     remarks: tuple[str, ...]
     """Lines for the user: skipped checkpoints, a damaged `latest`, another layout, changed settings."""
     weights_only: bool = False
+    log_interval: int | None = None
+    """`--log-interval` of the run that saved it; None if only its weights are taken."""
 
 
 class HeldState:
@@ -339,7 +341,8 @@ def load_checkpoint(engine: Any, folder: Path, setup: Setup) -> Resumed | None:
     changes = changed_settings(state["config"], config)
     if (before := state["layout"]) != (now := layout(setup)):
         changes.insert(0, f"checkpoint of {_in_words(before)} → {_in_words(now)}")
-    return Resumed(resumed_progress(path, state, theirs, config), path, (*remarks, *changes))
+    progress, told = resumed_progress(path, state, theirs, config), (*remarks, *changes)
+    return Resumed(progress, path, told, log_interval=theirs.logging.log_interval)
 
 
 def check_stored(path: Path, config: Config) -> tuple[dict[str, Any], Config]:

@@ -213,13 +213,17 @@ class Replay:
         self.hooks.append(self.module.register_forward_hook(self._look))
         for name, parameter in self.trained.items():
             self.hooks.append(parameter.register_hook(partial(self._add, f"gradient of {name}")))
-        self.engine.optimizer.step = self._compare_and_step
+        optimizer = self.engine.optimizer
+        self.take_step, self.own_step = optimizer.step, vars(optimizer).get("step")  # `build.grow_scale_after_steps`
+        optimizer.step = self._compare_and_step
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self.hooks:
             hook.remove()
-        vars(self.engine.optimizer).pop("step", None)
+        vars(self.engine.optimizer).pop("step")
+        if self.own_step is not None:
+            self.engine.optimizer.step = self.own_step
 
     def _look(self, module: Any, given: tuple[Any, ...], output: Any) -> None:
         """Keep the first micro-batch's input and its output's gradient; the second one's gradient ends its pass."""
@@ -255,7 +259,6 @@ class Replay:
         return tensor.new_zeros(()).expand_as(tensor) if self.sums is self.passes[1] else None
 
     def _compare_and_step(self, *arguments: Any, **named: Any) -> Any:
-        vars(self.engine.optimizer).pop("step")
         self._repeat()
         first, second = map(_read, self.passes)
         differing = next((name for name in first | second if first.get(name) != second.get(name)), None)
@@ -269,7 +272,7 @@ class Replay:
         )
         if self.fault:
             self._spoil_gradients()
-        return self.engine.optimizer.step(*arguments, **named)
+        return self.take_step(*arguments, **named)
 
     def _repeat(self) -> None:
         """Run the first micro-batch again, forward and backward, with the same draws; nothing but sums remains."""

@@ -161,7 +161,8 @@ def train_step(
     run(engine, inputs, loss, ranks, lambda number: seed_dropout(config.training.seed, step, number, ranks))
     sums = (loss.sums * ranks.reports_losses).double()
     all_sums = sum_over_ranks(sums) if ranks.world_size > 1 else sums
-    result = StepResult(lr, all_sums, _grad_norm(engine, ranks), counts, objective)
+    norm = engine.own_clipping.norm if engine.own_clipping else engine.get_global_grad_norm()
+    result = StepResult(lr, all_sums, move_tensors(torch.as_tensor(norm), ranks.device), counts, objective)
     if taking is not None:
         nothing = torch.zeros(0, config.model.hidden_size, device=ranks.device)  # for ranks that compute no losses
         taking.take(torch.cat(loss.notes or [nothing]), result)
@@ -251,7 +252,6 @@ def evaluate(
     ranks, objective = setup.ranks, setup.objective
     total = torch.zeros(len(objective.sum_names), dtype=torch.float64, device=ranks.device)
     counted = count(objective, ())
-    run = _evaluate_pipeline if ranks.pipeline_size > 1 else _evaluate_whole
     engine.eval()
     with torch.no_grad():
         for micro_batches in steps:
@@ -259,7 +259,12 @@ def evaluate(
             counted += sum(micro_batch.counts for micro_batch in prepared)
             inputs = [micro_batch.with_notes(notes)[0] for micro_batch in prepared]
             loss = WeightedLoss(torch.zeros_like(total))
-            run(engine, inputs, loss, ranks)
+            if ranks.pipeline_size > 1:
+                engine.module.loss_fn, given = loss, _for_pipeline(engine, inputs, ranks)
+                engine.eval_batch(given, reduce_output=None, bcast_loss=False, num_micro_batches=len(inputs))
+            else:
+                for one in inputs:
+                    loss(engine(*move_tensors(one, ranks.device)))
             total += loss.sums
     engine.train()
     sums, all_counted = total * ranks.reports_losses, torch.from_numpy(counted * ranks.reports_losses).to(ranks.device)
@@ -270,17 +275,6 @@ def evaluate(
     prefix = "" if split == "valid" else f"{split}_"
     similarities = {term.name: prefix + term.similarity for term in objective.terms if term.similarity}
     return {similarities.get(name, f"{split}_{name}"): value for name, value in losses.items() if name != "loss"}
-
-
-def _evaluate_whole(engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks) -> None:
-    for micro_batch in micro_batches:
-        loss(engine(*move_tensors(micro_batch, ranks.device)))
-
-
-def _evaluate_pipeline(engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks) -> None:
-    engine.module.loss_fn = loss
-    given = _for_pipeline(engine, micro_batches, ranks)
-    engine.eval_batch(given, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches))
 
 
 def seed_dropout(seed: int, step: int, micro_batch: int, ranks: Ranks) -> None:
@@ -298,12 +292,6 @@ def _global_counts(micro_batches: list[MicroBatch], ranks: Ranks) -> Tensor:
     counts = np.sum([micro_batch.counts for micro_batch in micro_batches], axis=0)
     on_device = move_tensors(torch.from_numpy(counts), ranks.device)
     return sum_over_ranks(on_device, ranks.data_group) if ranks.data_size > 1 else on_device
-
-
-def _grad_norm(engine: Any, ranks: Ranks) -> Tensor:
-    """Return the gradient norm of the last step, a scalar on the device."""
-    norm = engine.own_clipping.norm if engine.own_clipping else engine.get_global_grad_norm()
-    return move_tensors(torch.as_tensor(norm), ranks.device)
 
 
 def _loss_weights(objective: Objective, counts: Tensor, share: int) -> Tensor:

@@ -288,14 +288,10 @@ def split(whole: Tensor, ranks: Ranks) -> Tensor:
     return _Exchange.apply(whole, partial(_part_of, ranks), partial(_all_gather, ranks, whole.shape[1]))
 
 
-def gathering_entrance(length: int, ranks: Ranks) -> Entrance:
-    """Return the entrance of parts into a region as `[batch, length, hidden]`, which each rank uses differently."""
-    return Entrance(partial(_all_gather, ranks, length), partial(_start_reduce_scatter, ranks))
-
-
 def leave(summand: Tensor, ranks: Ranks) -> Tensor:
     """Return this rank's part of the sum over ranks of `summand` `[batch, seq, hidden]`."""
-    return _Exchange.apply(summand, partial(_reduce_scatter, ranks), partial(_all_gather, ranks, summand.shape[1]))
+    there, back = lambda whole: _start_reduce_scatter(ranks, whole)(), partial(_all_gather, ranks, summand.shape[1])
+    return _Exchange.apply(summand, there, back)
 
 
 def join(part: Tensor, length: int, ranks: Ranks) -> Tensor:
@@ -318,10 +314,6 @@ def _all_gather(ranks: Ranks, length: int, part: Tensor) -> Tensor:
     parts = part.new_empty(ranks.tensor_size * len(part), *part.shape[1:])
     dist.all_gather_into_tensor(parts, part.contiguous(), group=ranks.tensor_group)
     return parts.unflatten(0, (ranks.tensor_size, -1)).transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
-
-
-def _reduce_scatter(ranks: Ranks, whole: Tensor) -> Tensor:
-    return _start_reduce_scatter(ranks, whole)()
 
 
 def _start_reduce_scatter(ranks: Ranks, whole: Tensor) -> Wait:
@@ -354,7 +346,9 @@ class SharedRows:
     @property
     def entrance(self) -> Entrance:
         """Entrance of a part, or of whole rows, into a cut region as whole rows."""
-        return replicated_entrance(self.ranks) if self.length is None else gathering_entrance(self.length, self.ranks)
+        if self.length is None:
+            return replicated_entrance(self.ranks)
+        return Entrance(partial(_all_gather, self.ranks, self.length), partial(_start_reduce_scatter, self.ranks))
 
     def join(self, state: State) -> State:
         """Return a state with whole rows in place of parts."""

@@ -85,6 +85,7 @@ def flop_per_token(config: Config, length: int | None = None, causal: float | No
     alone = not any(term.weight for term in make_objective(objective).terms if term.name != "lm_loss")
     layers = model.num_layers - (2 / 3 if alone and model.decodes_masks else 0)
     linear, *of_pairs = _layers(model, length, layers)
+    linear += TRAINING * width * model.hidden_size * (model.embedding_size is not None)  # the projection
     attention, tables = (part * (1 - causal / 2) for part in of_pairs)
     return TokenFlop(linear, attention, tables, *_masked_lm(model, width, share, length))
 

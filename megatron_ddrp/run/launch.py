@@ -149,13 +149,13 @@ class StopRequests:
     started, SIGHUP.
     """
 
-    def __init__(self, minutes: float | None, began: float | None = None, alone: bool = False) -> None:
-        """Set the time limit to `minutes` after `began` (seconds of `time.monotonic`, default now); None = no limit.
+    def __init__(self, minutes: float | None, alone: bool = False) -> None:
+        """Set the time limit to `minutes` from now; None = no limit.
 
         `alone` is True if no launcher started this process; a second SIGINT then ends it.
         """
         self.alone = alone
-        self.deadline = (time.monotonic() if began is None else began) + 60 * minutes if minutes else None
+        self.deadline = time.monotonic() + 60 * minutes if minutes else None
         self.received = 0
 
     def heed(self) -> StopRequests:

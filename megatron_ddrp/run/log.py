@@ -91,10 +91,9 @@ class Clock:
 
     def __init__(self, start_iteration: int, train_iters: int, peak: float | None = None) -> None:
         """Start the clock; `peak` is the peak of all devices of the run together, in FLOP/s."""
-        self.begin = self.last = time.perf_counter()
         self.start_iteration, self.train_iters, self.peak = start_iteration, train_iters, peak
-        self.steps = self.tokens = 0
-        self.flop = 0.0
+        self.restart()
+        self.begin = self.last
 
     def count(self, tokens: int, flop: float = 0.0) -> None:
         """Count one more step, with its non-padding tokens and FLOP over all ranks."""

@@ -86,11 +86,6 @@ def _count(lines: list[bytes]) -> str:
     return f"{len(lines)} damaged line{'s' * (len(lines) > 1)}"
 
 
-def finite(value: float) -> float | None:
-    """Return a number for JSON: None for inf and nan, such as the norm of fp16 gradients that overflowed."""
-    return value if math.isfinite(value) else None
-
-
 class MetricsFile:
     """metrics.jsonl, opened for writing. A row that cannot be written waits in memory for the next one."""
 
@@ -127,7 +122,8 @@ class MetricsFile:
     def write(self, row: MetricsRow) -> None:
         """Append a row and flush it, so that it survives a kill."""
         waited = len(self._waiting)
-        line = json.dumps({name: finite(value) for name, value in row.items()}) + "\n"
+        # null for inf and nan, such as the norm of fp16 gradients that overflowed
+        line = json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()}) + "\n"
         self._waiting.append(line.encode())
         try:
             self._flush()

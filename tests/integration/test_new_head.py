@@ -103,12 +103,15 @@ def test_by_default_a_head_that_was_drawn_learns_first(
         ("holds no encoder that could rest", {"new_head_iters": 1, **new}),
         # The schedule begins after the head's steps, whose number is the command's own here.
         (
-            "--lr-warmup-iters 9 of 8 steps: the peak is never reached",
+            "--lr-warmup-iters 9 of 8 steps after --new-head-iters 2: the peak is never reached",
             {"lr_warmup_fraction": None, "lr_warmup_iters": 9} | ten,
         ),
-        ("--lr-wsd-decay-iters 9 and 0 steps of warm-up are more than --train-iters 8", wsd | ten),
         (
-            "--lr-decay-iters 4: the warm-up alone has 3 steps",
+            "--lr-wsd-decay-iters 9 and 0 steps of warm-up are more than --train-iters 8 after --new-head-iters 2: ",
+            wsd | ten,
+        ),
+        (
+            "--lr-decay-iters 4: the warm-up alone has 3 steps after --new-head-iters 2,",
             {"lr_warmup_fraction": None, "lr_warmup_iters": 3, "lr_decay_iters": 4} | ten,
         ),
     ):

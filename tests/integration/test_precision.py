@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.checkpoint import load_model, newest
+from megatron_ddrp.checkpoint import load_model, newest, read_state
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
@@ -110,13 +110,17 @@ def test_fp16_survives_a_scale_far_too_high_and_resumes_with_it(fp16: None, trai
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_a_loss_scale_that_grows_halves_no_gradient(zero_stage: int, fp16: None, train: Train, tmp_path: Path) -> None:
     """At rate 0 gradients do not depend on the scale, which doubles in two of the steps of one of the runs."""
-    kept = []
-    for window in (2, 1000):
+    kept, scales = [], []
+    for window, interval in ((2, None), (2, 2), (1000, None)):
         scale = scaling(tmp_path / f"{window}.json", initial_scale_power=8, loss_scale_window=window)
         run = {"fp16": True, "zero_stage": zero_stage, "lr": 0.0, "train_iters": 5, "clip_grad": 0.0}
-        rows = train(**run, deepspeed_config=scale, save=tmp_path / f"{window}").rows
-        moments = tensors(newest(tmp_path / f"{window}"))["exp_avg/layers.0.attention.query.weight"]
+        folder = tmp_path / f"{window} {interval}"
+        rows = train(**run, deepspeed_config=scale, save=folder, replay_interval=interval).rows
+        moments = tensors(newest(folder))["exp_avg/layers.0.attention.query.weight"]
         kept.append(([row["grad_norm"] for row in rows], moments))
+        scales.append(read_state(newest(folder))["loss_scaler"]["cur_scale"])
+    assert scales == [1024, 1024, 256]  # replays let it grow
+    del kept[1]
     assert kept[0][0] == pytest.approx(kept[1][0], rel=0.02)
     torch.testing.assert_close(kept[0][1], kept[1][1], rtol=0.02, atol=1e-6)
 

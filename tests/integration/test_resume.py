@@ -151,6 +151,9 @@ def test_changed_settings_are_told_at_a_resume(told: Told, tmp_path: Path) -> No
     place = said.index(f"resumed from {tmp_path} at step 1")
     assert [line for line in said[:place] if " → " in line] == ["--mask-prob: 0.15 → 0.2", "--lr: 0.001 → 0.002"]
     assert " → " not in told(save=tmp_path, load=tmp_path, **changes, log_interval=9)
+    rarely = tmp_path / "rarely"
+    told(save=rarely, exit_interval=3, log_interval=2)
+    assert "are missing" not in told(save=rarely, load=rarely, exit_interval=4, log_interval=1)  # 3 was not due then
 
 
 def interrupted(arguments: list[str], times: int) -> Result:

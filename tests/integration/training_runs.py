@@ -27,10 +27,10 @@ from megatron_ddrp.engine.nonfinite import FiniteSteps
 from megatron_ddrp.engine.proofs import GradientProof
 from megatron_ddrp.engine.step import evaluate, training_inputs
 from megatron_ddrp.model import build_model
+from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.pipeline import local_parameters, split_dimension
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
-from megatron_ddrp.train import open_notes
 from tests.integration.launch import exit_codes_of, fork_server, set_by_launcher
 
 TIMEOUT = 1800.0
@@ -52,7 +52,9 @@ def train_run(config: Config) -> Rows:
     torch.manual_seed(config.training.seed)
     setup = Setup.of(config, ranks)
     engine = build_engine(build_model(config.model, config.parallel.checkpoint_activations, config.objective), setup)
-    files, rows, notes = config.checkpoint, [], open_notes(config, corpus)
+    files, rows, notes = config.checkpoint, list[Any](), None
+    if config.objective.notes:
+        notes = NoteDictionary(corpus.rare_words[0], config.model.hidden_size, config.objective)
     resumed = load_checkpoint(engine, Path(files.load), setup) if files.load else None
     if resumed and notes is not None:
         load_notes(notes, resumed.path)

@@ -233,6 +233,34 @@ def test_a_runs_own_file_is_a_config(tmp_path):
     arguments = parse_arguments(["--config", path, "--save", "new"])
     assert arguments.config == config.replace(model={"vocab_size": 30522}, checkpoint={"save": "new", "load": None})
     assert arguments.remarks == (f"--config {path}: --save, --load of that run not taken; give your own",)
+    folders = {"save": "old", "load": "import"}
+    save_config(
+        Config().replace(checkpoint=folders, training={"new_head_iters": 200}, logging={"profile": True}), tmp_path
+    )
+    config = parse_arguments(["--config", path, "--load", "import", "--save", "new"]).config
+    assert config.training.new_head_iters == 200 and config.logging.profile
+
+
+def test_flags_win_over_settings_of_a_file_that_they_exclude_and_over_what_belongs_to_others(tmp_path):
+    wsd = "lr-decay-style: wsd\nlr-wsd-decay-iters: 100\nlr-wsd-decay-style: minus_sqrt\n"
+    for content, words in (
+        ("data-path: A\nsplit: '90,10,0'\n", "--train-data-path X --valid-data-path Y"),
+        ("train-data-path: A\nvalid-data-path: B\n", "--data-path X"),
+        ("fp16: true\n", "--bf16"),
+        ("bf16: true\n", "--fp16"),
+        (wsd, "--lr-decay-style cosine"),
+        ("vocab-file: v.txt\n", "--tokenizer-type HuggingFace --tokenizer-model X"),
+        ("tokenizer-type: HuggingFace\ntokenizer-model: X\n", "--tokenizer-type BertWordPieceCase --vocab-file v.txt"),
+        ("optimizer: muon\noptimizer-options: [scale=0.2]\nzero-stage: 0\n", "--optimizer adamw --zero-stage 1"),
+    ):
+        assert (
+            parse_arguments(["--config", yaml_file(tmp_path, content), *words.split()]).config
+            == parse_arguments(words.split()).config
+        )
+    kept = parse_arguments(["--config", yaml_file(tmp_path, "fp16: true\n"), "--no-bf16"]).config
+    assert kept.training.fp16
+    longer = parse_arguments(["--config", yaml_file(tmp_path, wsd), "--lr-decay-style", "wsd", "--lr", "1e-3"]).config
+    assert longer.optimizer.lr_wsd_decay_iters == 100
 
 
 @pytest.mark.parametrize("options", [[], ["--objective-options", "weight=2", "margin=0.25"]], ids=["declared", "given"])
@@ -397,6 +425,7 @@ WITH_EFFECT = (
 
 
 def test_a_setting_without_effect_is_named_and_one_that_acts_or_is_the_default_is_not():
+    without_validation = "without validation (--eval-interval 0 or --eval-iters 0)"
     for words, remark in {
         "--global-every 2": "--global-every 2 (without --local-attention)",
         "--rope-theta 5000": "--rope-theta 5000.0 (with --position-encoding ddrp)",
@@ -409,7 +438,9 @@ def test_a_setting_without_effect_is_named_and_one_that_acts_or_is_the_default_i
         "--notes-window 8": "--notes-window 8 (without --notes)",
         "--index-cache-dir counts": "--index-cache-dir counts (without --notes)",
         "--lr-decay-style constant --min-lr 1e-5": "--min-lr 1e-05 (with --lr-decay-style constant)",
-        "--eval-interval 0 --other-data-path P": "--other-data-path P (without validation (--eval-interval 0))",
+        "--eval-interval 0 --other-data-path P": f"--other-data-path P ({without_validation})",
+        "--eval-iters 0 --eval-mask-prob 0.3": f"--eval-mask-prob 0.3 ({without_validation})",
+        "--milestone-interval 5": "--milestone-interval 5 (without --keep-last)",
         "--profile-step-start 3": "--profile-step-start 3 (without --profile)",
     }.items():
         (line,) = remarks(words)

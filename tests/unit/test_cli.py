@@ -489,15 +489,21 @@ def test_an_agreed_error_is_told_by_rank_0_and_another_by_its_own_rank_and_a_ref
         assert told == ["tool: error: wrong\n", ""]
 
 
-@pytest.mark.parametrize(("code", "save", "says"), [(0, "my run", True), (75, "my run", False), (0, None, False)])
-def test_a_finished_run_says_what_is_next(code, save, says, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "code, save, saved", [(0, "my run", True), (75, "my run", True), (0, None, False), (0, "x", False)]
+)
+def test_a_finished_run_says_what_is_next(code, save, saved, monkeypatch, capsys):
+    monkeypatch.setattr("megatron_ddrp.checkpoint.newest", lambda folder: folder if saved else None)
     monkeypatch.setattr("megatron_ddrp.train.train", lambda config, requests: Trained(code, 1))
     monkeypatch.setattr(StopRequests, "heed", lambda self: self)
     flags = ["--save", save] if save else []
     monkeypatch.setattr(sys, "argv", ["pretrain", "--data-path", "text", "--vocab-file", "vocab.txt", *flags])
     assert pretrain.main() == code
     printed = capsys.readouterr().out
-    assert ("next: megatron-ddrp report --load 'my run' --output-dir 'my run'/report" in printed) is says
+    assert ("next: megatron-ddrp report --load 'my run' --output-dir 'my run'/report" in printed) is (
+        saved and not code
+    )
+    assert saved or "next:" not in printed
 
 
 @pytest.fixture(autouse=True)
@@ -530,7 +536,8 @@ def test_a_signal_is_a_request_and_a_second_interrupt_ends_a_lone_process(alone,
 
 
 def test_the_time_limit_is_in_minutes_after_the_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = StopRequests(2.0, began=100.0)
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    requests = StopRequests(2.0)
     for now, code in ((219.0, 0), (220.0, OUT_OF_TIME)):
         monkeypatch.setattr("time.monotonic", lambda now=now: now)
         assert requests.code == code

@@ -12,9 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ddrp.checkpoint import tag, write_state
 from megatron_ddrp.config import Config
-from megatron_ddrp.engine.checkpoint import Progress, Resumed
 from megatron_ddrp.run.callbacks import TensorBoard
 from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.metrics import (
@@ -33,7 +31,6 @@ from megatron_ddrp.run.metrics import (
     stored_level,
 )
 from megatron_ddrp.tasks.statistics import Score, curves_of, draw_learning_curves
-from megatron_ddrp.train import open_log
 from tests.refusals import refused, wrong_arguments
 
 BAD_LINES = {
@@ -160,14 +157,7 @@ def told_at_a_resume(capsys, folder, kept, start, interval, before=None, source=
         write(folder, *map(row, kept))
     folders = {"save": str(folder), "load": str(source or folder)}
     config = Config().replace(checkpoint=folders, logging={"log_interval": interval})
-    if before:
-        path = folder / tag(start)
-        path.mkdir()
-        write_state(path, {"iteration": start, "config": config.replace(logging={"log_interval": before}).to_dict()})
-        log = open_log(config, Resumed(Progress(start), path, ()), active=True)
-    else:
-        log = MetricsLog(config, start, active=True)
-    with log:
+    with MetricsLog(config, start, True, before):
         pass
     line = capsys.readouterr().out
     found = re.fullmatch(rf"{re.escape(str(folder / METRICS))}: the rows after step (.+) are missing\n", line)

@@ -157,6 +157,7 @@ def test_a_mistake_or_too_little_time_is_one_line() -> None:
         "--tokens 50M --device rtx-306": "rtx-3060",
         "--tokens 50M --world-size 2": "--world-size needs --device",
         "--tokens 50M --device l4 --hours 0": "--hours is 0",
+        "--tokens 50M --device l4 --output-dir x": "--output-dir needs --load",
     }.items():
         wrong_arguments(message, main, line.split())
     line = "--tokens 50M --device t4 --hours 0.00001"
@@ -187,6 +188,20 @@ def test_the_median_of_the_steps_after_the_first_counts(monkeypatch: pytest.Monk
     device = PresentDevice(200, lambda: next(ticks))
     config = parse_arguments(["--seq-length", "16", "--global-batch-size", "4", "--dry-run"]).config
     assert device.fastest(config, 1) == (1, 4 * 2.0, 2.0)
+    # Rows of a step are a power of two, and so are those of a micro-batch, whatever their length.
+    monkeypatch.setattr(PresentDevice, "_measure", lambda self, config, size: speed.Step(size, 1.0, None))
+    config = config.replace(model={"seq_length": 384}, training={"global_batch_size": 16})
+    assert PresentDevice(200).fastest(config, 16).micro_batch == 4
+
+
+def test_a_datasets_vocabulary_is_that_of_the_plan(tiny_corpus, capsys) -> None:
+    for more, pieces in (
+        ("", len(tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines())),
+        (" --vocab-size 8192", "8,192"),
+    ):
+        _, text = planned(capsys, f"--tokens 50M --device t4 --max-layers 2 --data-path {tiny_corpus.prefix}{more}")
+        assert f"different tokens, {pieces} pieces" in text
+    assert "30,522 pieces" in planned(capsys, "--tokens 50M --device t4 --max-layers 2 --data-path nowhere")[1]
 
 
 def test_the_command_behind_a_dataset_fits_its_tokens(tiny_corpus: Any) -> None:
@@ -440,6 +455,7 @@ def test_a_mistake_or_an_encoder_that_does_not_fit_is_one_line(extend, bert, tin
         "--load {bert} --run --tokens 1M": "--load needs a text: give --input FILE",
         "--load {bert} --device t4": "--load needs a text",
         "--load {bert} --run --device t4 --input {text}": "leave --device out",
+        "--load {bert} --input {text} --data-path d": "--input and --data-path exclude each other",
         "--load {bert} --tokens 1M --vocab-size 8192": "--vocab-size is for a new model",
         "--load {bert} --tokens 1M --train {text}": "--train and --valid belong together",
         "--tokens 1M --device t4 --vocab-file {text}": "--vocab-file needs --load",

@@ -49,6 +49,7 @@ def leaving_family(config: ModelConfig, head: str, tokenizer: Tokenizer, name: s
         return next(f for f in FAMILIES.values() if f.refusal(config, head) is None and f.fits(config, tokenizer))
     if name not in FAMILIES:
         raise UserError(f"--family {name} is not known: expected one of {', '.join(FAMILIES)}", WRONG_ARGUMENTS)
-    if reason := FAMILIES[name].refusal(config, head):
+    shares = isinstance(FAMILIES[name], bert.RobertaFamily) and tokenizer.roles_of("pad") != ["[PAD]"]
+    if reason := FAMILIES[name].refusal(config, head) or "it needs a piece of its own for [PAD]" * shares:
         raise UserError(f"--family {name}: {reason}; leave --family out", WRONG_ARGUMENTS)
     return FAMILIES[name]

@@ -177,11 +177,10 @@ class ModernBertFamily(Family):
         thetas = {FULL: config.rope_theta, LOCAL: config.local_rope_theta or config.rope_theta}
         every = 1 if config.local_attention is None else config.global_every
         layers = range(config.num_layers)
+        settings = super().folder_settings(config, head, tokenizer)
+        del settings["hidden_act"], settings["type_vocab_size"]
         return {
-            "model_type": self.model_type,
-            "architectures": [self.classes(head)[0]],
-            **{key: getattr(config, name) for key, name in self.sizes.items()},
-            "intermediate_size": config.ffn_size,
+            **settings,
             "embedding_dropout": config.hidden_dropout,
             **dict.fromkeys(BIASES, config.bias),
             "decoder_bias": True,
@@ -192,13 +191,10 @@ class ModernBertFamily(Family):
             "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in thetas.items()},
             EVERY: every,
             **{THETAS[kind]: base for kind, base in thetas.items()},
-            "tie_word_embeddings": True,
-            "pad_token_id": tokenizer.pad_id,
             "bos_token_id": tokenizer.cls_id,
             "cls_token_id": tokenizer.cls_id,
             "eos_token_id": tokenizer.sep_id,
             "sep_token_id": tokenizer.sep_id,
-            "torch_dtype": "float32",
         }
 
     def to_folder(self, tensors: dict[str, Tensor], config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Tensor]:

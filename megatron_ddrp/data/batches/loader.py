@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -22,6 +23,7 @@ from numpy.typing import ArrayLike
 
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.samples import Row, SampleIndex, join_samples, pack_rows
+from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.verification import check_ids
 from megatron_ddrp.data.progress import results_in_order
 from megatron_ddrp.data.randomness import Bools, Ints, permute
@@ -109,8 +111,6 @@ class Blend:
     def tokens(self, indices: ArrayLike) -> list[np.ndarray]:
         """Return the ids of each of the samples `indices` `[n]` without specials: n arrays `[length - 2]`."""
         indices = np.asarray(indices)
-        if len(self.parts) == 1:
-            return self.parts[0].tokens(indices)
         tokens: list[Any] = [None] * len(indices)
         for part, mine in self._by_part(indices):
             read = self.parts[part].tokens(indices[mine] - self._offsets[part])
@@ -139,7 +139,7 @@ def read_blend(words: Sequence[str], flag: str) -> BlendWords:
         raise UserError(f"{flag} is empty: give one prefix or more, such as {flag} 0.7 A 0.3 B", WRONG_ARGUMENTS)
     numbers = [_is_number(word) for word in words]
     if len(words) == 1 or not any(numbers):
-        return BlendWords(tuple(words), None)
+        return BlendWords(_each_once(words, shown), None)
     if numbers != [True, False] * (len(words) // 2):
         raise UserError(
             f"{shown}: expected a weight before every prefix or before none, got {len(words)} words of which "
@@ -152,7 +152,14 @@ def read_blend(words: Sequence[str], flag: str) -> BlendWords:
                 f"{shown}: weight {word} must be a number above 0; leave out a corpus without a share",
                 WRONG_ARGUMENTS,
             )
-    return BlendWords(tuple(words[1::2]), tuple(Fraction(Decimal(word)) for word in words[::2]))
+    return BlendWords(_each_once(words[1::2], shown), tuple(Fraction(Decimal(word)) for word in words[::2]))
+
+
+def _each_once(prefixes: Sequence[str], shown: str) -> tuple[str, ...]:
+    """Return the prefixes. Raises `UserError` if two name one dataset, such as P.bin and P.idx."""
+    if twice := [p for p, count in Counter(dataset_path(prefix, "") for prefix in prefixes).items() if count > 1]:
+        raise UserError(f"{shown} names {twice[0]} twice: give it once; a weight reads it more often", WRONG_ARGUMENTS)
+    return tuple(prefixes)
 
 
 def _is_number(word: str) -> bool:

@@ -62,8 +62,6 @@ class RareWords:
 
     def find(self, hashes: Hashes) -> Ints:
         """Return the number of each word by its hash, 0 if it is not rare, in the shape of `hashes`."""
-        if not len(self):
-            return np.zeros(hashes.shape, np.int64)
         row = np.searchsorted(self.hashes, hashes)
         found = self.hashes[np.minimum(row, len(self) - 1)] == hashes
         return np.where(found, row + 1, 0)

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_ddrp.config import encoding_class, flag_words, load_config
 from megatron_ddrp.data.batches.loader import read_blend
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import read_json
+from megatron_ddrp.foreign import parse_json, read_json
 from megatron_ddrp.lab.compare.plan import NUM_SEEDS, ComparisonPlan, Flags, TaskPlan
 from megatron_ddrp.lab.compare.rows import Samples
 from megatron_ddrp.lab.compare.runs import (
@@ -309,7 +309,7 @@ def make_row(work: PlanJobs, run: PlannedRun) -> Row:
         },
         "curves": {name: points for name, points in found.curves.items() if points},
     }
-    return json.loads(json.dumps(row))  # type: ignore[no-any-return]  # as rows are that were stored
+    return parse_json(json.dumps(row))  # type: ignore[no-any-return]  # as rows are that were stored
 
 
 def draw_samples(work: PlanJobs, run: PlannedRun) -> Samples:

@@ -339,26 +339,7 @@ Entity = tuple[str, int, int]
 """Type, first word and end (exclusive)."""
 
 
-def count_entities(
-    gold: Iterable[Sequence[str]],
-    predicted: Iterable[Sequence[str]],
-    strict: bool = False,
-    tags: Iterable[str] | None = None,
-) -> list[tuple[int, int, int]]:
-    """Return the numbers of gold, predicted and correct entities of each sentence, given its tags.
-
-    `rules` explains `strict`. It finds the scheme from all `tags` of the task, by default from those of the sentences.
-    """
-    pairs = list(zip(gold, predicted, strict=True))
-    entity = rules({tag for pair in pairs for side in pair for tag in side} if tags is None else tags, strict)
-    found = []
-    for pair in pairs:
-        expected, told = (set(entities_of(side, entity)) for side in pair)
-        found.append((len(expected), len(told), len(expected & told)))
-    return found
-
-
-def entities_of(tags: Sequence[str], entity: re.Pattern[str] = LENIENT) -> list[Entity]:
+def entities_of(tags: Sequence[str], entity: re.Pattern[str]) -> list[Entity]:
     """Return the entities of a sentence in order. `entity`, from `rules`, matches the prefixes of one."""
     return [
         (kind, begin + match.start(), begin + match.end())
@@ -424,7 +405,9 @@ def _dashed(prefixes: Iterable[str]) -> str:
 
 def _entity_terms(gold: Any, predicted: Any, strict: bool) -> Terms:
     """Return numerator and denominator of the entities' F1 per sentence of `Tags`."""
-    found = count_entities(gold.by_sentence(), predicted.by_sentence(), strict, gold.labels)
+    entity = rules(gold.labels, strict)
+    sides = ([set(entities_of(tags, entity)) for tags in each.by_sentence()] for each in (gold, predicted))
+    found = [(len(wanted), len(told), len(wanted & told)) for wanted, told in zip(*sides, strict=True)]
     expected, told, correct = np.array(found, float).T
     return 2 * correct, expected + told
 

@@ -249,7 +249,7 @@ class TaskFiles:
         """
         found: dict[str, Path] = {}
         for word in self.test or ():
-            name, _, path = word.rpartition("=") if re.match(r"[\w.-]+=", word) else ("", "", word)
+            name, _, path = word.partition("=") if re.match(r"[^=/]+=", word) else ("", "", word)
             name = name or ("test" if self.test == (word,) else Path(path).name.partition(".")[0])
             if name in ("train", "valid", *found):
                 refuse(f"--test {word}: there is a file called {name} already; give this one a name: NAME={path}")

@@ -38,7 +38,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.encoders.encoder import LoadedEncoder, TrainedEncoder
 from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder, num_segments
-from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch, train_order
+from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import misfit, read_object
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
@@ -181,6 +181,22 @@ def learning_rate_factor(step: int, total: int) -> float:
     """Return the share of the peak learning rate at `step` (from 0) of `total`: linear warm-up, then decay to 0."""
     warmup = math.ceil(WARMUP * total)
     return (step + 1) / warmup if step < warmup else (total - step) / (total - warmup)
+
+
+_ROWS_TO_SORT = 64
+"""Number of batches whose shuffled rows are sorted by length together before they are cut into batches."""
+
+
+def train_order(encoded: Encoded, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """Return batches of row numbers for one epoch: every row once, shuffled, rows of similar length together."""
+    random = np.random.default_rng([seed, epoch])
+    lengths = encoded.lengths
+    shuffled = random.permutation(len(encoded))
+    pool = batch_size * _ROWS_TO_SORT
+    pools = [shuffled[start : start + pool] for start in range(0, len(shuffled), pool)]
+    rows = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in pools])
+    batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    return [batches[index] for index in random.permutation(len(batches))]
 
 
 class FineTuning:
@@ -378,7 +394,7 @@ def layer_depths(names: Iterable[str], encoder: str = "encoder.") -> dict[str, i
             return int(match[1]) + 1
         if not name.startswith(encoder) or ".pooler." in name:
             return top
-        return top - 1 if "final_norm" in name else 0
+        return top - 1 if "norm" in name.lower() and "embed" not in name else 0
 
     return {name: depth(name, match) for name, match in found.items()}
 

@@ -25,7 +25,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.text_encoder import load_encoder
 from megatron_ddrp.model import count_parameters
 from megatron_ddrp.model.stages import Draws, Inputs, layout_of
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 from tests.unit.conversion import conftest
 from tests.unit.conversion.conftest import change_json, encoded, padded_pair_batch, write_checkpoint
 from tests.unit.conversion.tokenizers_of_families import FAIRSEQ, byte_level
@@ -162,6 +162,8 @@ def test_padding_that_ends_texts_too_is_no_robertas(tmp_path):
         change_json(tmp_path / "tokenizer_config.json", pad_token=padding)
         tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
         assert leaving_family(config, "masked-lm", tokenizer).model_type == family
+    message = r"--family roberta: it needs a piece of its own for \[PAD\]; leave --family out"
+    wrong_arguments(message, leaving_family, config, "masked-lm", tokenizer, "roberta")
 
 
 def test_roberta_has_rows_that_no_token_reads(tmp_path, offline, folders):

@@ -195,6 +195,8 @@ def test_the_words_of_a_blend_are_read_or_refused():
         (["1", "A", "-2", "B"], "weight -2 must be a number above 0"),
         (["nan", "A", "1", "B"], "weight nan"),
         (["inf", "A", "1", "B"], "weight inf"),
+        (["A.bin", "A.idx"], "A.bin A.idx names A twice: give it once; a weight reads it more often"),
+        (["1", "A", "2", "B", "1", "A"], "names A twice"),
     ):
         assert "--data-path" in str(wrong_arguments(message, loader.read_blend, words, "--data-path"))
 

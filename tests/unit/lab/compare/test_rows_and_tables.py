@@ -249,8 +249,9 @@ def test_training_losses_compare_where_training_makes_the_same_of_a_text():
 
 
 def test_held_out_losses_compare_where_head_rows_and_masks_are_alike():
+    of_training = {"mask-prob": "0.4:0.25", "hidden-dropout": 0, "packing": True, "seq_length_phases": ["32:0.5"]}
     for own, compares in (
-        ({"flags": {"mask-prob": "0.4:0.25", "hidden-dropout": 0, "packing": True, "seq_length_phases": ["32:0.5"]}}, True),
+        ({"flags": of_training}, True),
         ({"flags": {"seq_length_phases": ["64:1"]}}, False),  # rows of the last step
         ({"flags": {"seq-length": 64}}, False),
         ({"flags": {"masking": "ngram"}}, False),

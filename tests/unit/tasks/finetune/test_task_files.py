@@ -282,6 +282,11 @@ def test_names_come_from_the_line_or_from_the_files(tmp_path):
     assert files.pretraining_text == (str(tmp_path / "p.txt"),) and files.test_facts == ["near", "d", None]
     assert TaskFiles(test=("a=b/c.csv",)).tests == {"a": Path("b/c.csv")}
     assert TaskFiles(test=("a/b=c.csv",)).tests == {"test": Path("a/b=c.csv")}
+    assert TaskFiles(test=("new=year=2024/c.csv",)).tests == {"new": Path("year=2024/c.csv")}
+    place = tmp_path / "year=2024"
+    place.mkdir()
+    (place / "t.yaml").write_text("train: a.csv\nvalid: b.csv\ntest: [new rows.csv, c.csv]\n")
+    assert read_task_file(place / "t.yaml").tests == {"new rows": place / "new rows.csv", "c": place / "c.csv"}
     assert TaskFiles(test=("c.csv",)).test_facts == TaskFiles().test_facts == []
     trains = ("reviews-train.csv", "reviews.csv.gz", "topics/train.csv")
     assert [TaskFiles(Path("data", train)).task_name for train in trains] == ["reviews", "reviews", "topics"]

@@ -211,6 +211,7 @@ def test_layerwise_decay_divides_the_rate_by_depth_and_it_rises_for_a_tenth_and_
     depths = {"encoder.model.embeddings.token.weight": 0, "encoder.model.embeddings.position.distance": 0}
     depths |= {"encoder.model.layers.0.attention.query.weight": 1, "encoder.model.encoder.layer.1.output.dense.bias": 2}
     depths |= {"pooler.weight": 3, "head.classifier.bias": 3, "encoder.head.final_norm.weight": 2}
+    depths |= {"encoder.model.norm.weight": 2, "encoder.LayerNorm.bias": 2, "encoder.embeddings.LayerNorm.bias": 0}
     depths |= {f"encoder.{part}.1.weight": 2 for part in ("attentions", "ffns", "layer_norm1")}  # XLM's names
     assert training.layer_depths(depths) == depths
     factors = [training.learning_rate_factor(step, 100) for step in range(100)]

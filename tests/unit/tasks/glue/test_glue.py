@@ -13,9 +13,10 @@ import pytest
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import FIRST, SECOND, RowForm, usual_rows
 from megatron_ddrp.encoders.encoder import load_encoder
-from megatron_ddrp.encoders.rows import dev_order, pad_batch, train_order, truncate
+from megatron_ddrp.encoders.rows import dev_order, pad_batch, truncate
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.table_files import Example
+from megatron_ddrp.tasks.finetune.training import train_order
 from megatron_ddrp.tasks.glue import (
     PAPER_TASKS,
     TASKS,
