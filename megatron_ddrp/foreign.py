@@ -132,6 +132,9 @@ def refuse_wide(begin: bytes, path: str | os.PathLike[str]) -> None:
     for half, name in ((1, "UTF-16LE"), (0, "UTF-16BE")):
         if all(len(pair) == 2 and pair[half] == 0 != pair[1 - half] for pair in wide):
             other = name
+    controls = bytes({*range(9), *range(14, 32)} - {27})  # of which no text in UTF-8 has many
+    if not other and len(begin) - len(begin.translate(None, controls)) > 4 + len(begin) // 16:
+        other = "UTF-16"
     if other:
         file = os.fspath(path)
         raise UserError(f"{file}: in {other}, expected UTF-8; write it anew: iconv -f {other} -t UTF-8 {file}")

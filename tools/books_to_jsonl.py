@@ -36,6 +36,7 @@ _MARK = re.compile(
 def read_book(file: InputFile, skip: bool) -> str | None:
     """Return the text of a book, without blank lines; None for a skipped one that is not UTF-8."""
     with OpenInput(file) as stream:
+        stream.first()  # refuses other encodings
         raw = b"".join(iter(lambda: stream.read(_BLOCK), b""))
     try:
         text = raw.decode("utf-8-sig")
@@ -83,7 +84,7 @@ def main() -> None:
     with atomic_file(arguments.output) as stream, reading_progress([file.path for file in files]) as bar:
         for file in files:
             text = read_book(file, arguments.on_error == "skip")
-            bar.update(os.path.getsize(file.path))
+            bar.update(os.path.getsize(file.path) if os.path.isfile(file.path) else 0)
             if not text:
                 skipped, empty = skipped + (text is None), empty + (text == "")
                 continue

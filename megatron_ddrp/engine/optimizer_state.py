@@ -164,14 +164,14 @@ def _nothing_to_learn(inner: Any, tensors: list[Tensor]) -> Iterator[None]:
 
     With offload, ZeRO 3 uses buffers as gradients and copies into them.
     """
-    rates, gradients = [group["lr"] for group in inner.param_groups], [tensor.grad for tensor in tensors]
+    kept, gradients = [dict(group) for group in inner.param_groups], [tensor.grad for tensor in tensors]
     for group in inner.param_groups:
-        group["lr"] = 0.0
+        group.update(lr=0.0, weight_decay=0.0)
     for tensor in tensors:
         tensor.grad = torch.zeros_like(tensor)
     yield
-    for group, rate in zip(inner.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, before in zip(inner.param_groups, kept, strict=True):
+        group.update(before)
     for tensor, gradient in zip(tensors, gradients, strict=True):
         tensor.grad = gradient
 

@@ -134,8 +134,13 @@ class Optimizer(torch.optim.Optimizer):
         The host waits for the device to know, unless `skips_on_device`.
         """
         assert closure is None, "DeepSpeed gives none"
-        if self.skips_on_device or not float(getattr(self, "found_inf", 0.0)):
+        if self.skips_on_device or not float(vars(self).pop("found_inf", 0.0)):
             self.update()
+
+    def __init_subclass__(cls) -> None:
+        update: Any = cls.update
+        if getattr(update, "hooked", False):  # a step of torch's, whose hooks would run twice
+            cls.update = update.__wrapped__  # type: ignore[method-assign]
 
     def update(self) -> None:
         """Update all parameters that have a gradient, without recording for autograd. Each optimizer has its own."""

@@ -150,7 +150,7 @@ def train_step(
     loss = WeightedLoss(_loss_weights(objective, counts, ranks.data_size * len(micro_batches)))
     lr, rests = rate_of_step(step, config), step <= (config.training.new_head_iters or 0)
     for group in engine.optimizer.param_groups:
-        decay = group.setdefault("decay", group["weight_decay"])
+        decay = group.setdefault("given_weight_decay", group["weight_decay"])
         group["lr"] = lr
         group["weight_decay"] = 0.0 if rests or (setup.causal and group.get(OF_TABLES)) else decay
     if any(phase.rope_theta for phase in config.phases):

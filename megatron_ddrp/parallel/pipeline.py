@@ -45,19 +45,20 @@ from megatron_ddrp.model.stages import LEARNED, Draws, Inputs, Layout, ModelOutp
 from megatron_ddrp.parallel.process_group import Ranks
 
 
-class _SumOfRanks(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, ranks: Ranks) -> Tensor:  # type: ignore[override]
-        return all_reduce(x, ranks)
+    def forward(ctx, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return gradient, None
+        return ctx.back(gradient), None, None
 
 
 def sum_of_ranks(x: Tensor, ranks: Ranks) -> Tensor:
     """Return x summed over the tensor-parallel ranks (g). All ranks use it alike, so each x has the sum's gradient."""
-    return _SumOfRanks.apply(x, ranks)
+    return Exchange.apply(x, partial(all_reduce, ranks=ranks), lambda gradient: gradient)
 
 
 def all_reduce(x: Tensor, ranks: Ranks, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -96,17 +97,6 @@ def _start_sum(gradient: Tensor, ranks: Ranks) -> Wait:
     return wait
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, entrance: Entrance) -> Tensor:  # type: ignore[override]
-        ctx.entrance = entrance
-        return entrance.there(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return ctx.entrance.back(gradient.clone())(), None
-
-
 class _ColumnMaps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, entrance: Entrance, *weights_and_biases: Tensor):  # type: ignore[override]
@@ -129,7 +119,7 @@ class _ColumnMaps(torch.autograd.Function):
 
 def enter(x: Tensor, entrance: Entrance) -> Tensor:
     """Return the tensor that the ranks use of `x`, for any use."""
-    return _Enter.apply(x, entrance)
+    return Exchange.apply(x, entrance.there, lambda gradient: entrance.back(gradient.clone())())
 
 
 def column_map(x: Tensor, entrance: Entrance, weight: Tensor, bias: Tensor | None) -> Tensor:

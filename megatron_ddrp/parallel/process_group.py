@@ -130,14 +130,9 @@ class Ranks(NamedTuple):
     """True if this rank does the work that is needed once per host, such as reading local files."""
 
     @property
-    def is_last_stage(self) -> bool:
-        """True if this rank computes losses."""
-        return self.pipeline_rank == self.pipeline_size - 1
-
-    @property
     def reports_losses(self) -> bool:
         """True if this rank computes losses and no tensor-parallel rank before it computes the same ones."""
-        return self.is_last_stage and self.tensor_rank == 0
+        return self.pipeline_rank == self.pipeline_size - 1 and self.tensor_rank == 0
 
 
 def start(config: ParallelConfig, settings: Mapping[str, str] | None = None) -> Ranks:

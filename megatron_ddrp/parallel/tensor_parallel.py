@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from megatron_ddrp.model.stages import State
 from megatron_ddrp.parallel.pipeline import (
     CosineOfAllRanks,
     Entrance,
+    Exchange,
     Wait,
     all_reduce,
     column_map,
@@ -272,31 +273,20 @@ def own_randomness(ranks: Ranks) -> Iterator[None]:
         yield
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return ctx.back(gradient), None, None
-
-
 def split(whole: Tensor, ranks: Ranks) -> Tensor:
     """Return this rank's part `[batch, ⌈seq / T⌉, hidden]` of `[batch, seq, hidden]`, which is equal on all ranks."""
-    return _Exchange.apply(whole, partial(_part_of, ranks), partial(_all_gather, ranks, whole.shape[1]))
+    return Exchange.apply(whole, partial(_part_of, ranks), partial(_all_gather, ranks, whole.shape[1]))
 
 
 def leave(summand: Tensor, ranks: Ranks) -> Tensor:
     """Return this rank's part of the sum over ranks of `summand` `[batch, seq, hidden]`."""
     there, back = lambda whole: _start_reduce_scatter(ranks, whole)(), partial(_all_gather, ranks, summand.shape[1])
-    return _Exchange.apply(summand, there, back)
+    return Exchange.apply(summand, there, back)
 
 
 def join(part: Tensor, length: int, ranks: Ranks) -> Tensor:
     """Return all parts as `[batch, length, hidden]`, which all ranks use alike."""
-    return _Exchange.apply(part, partial(_all_gather, ranks, length), partial(_part_of, ranks))
+    return Exchange.apply(part, partial(_all_gather, ranks, length), partial(_part_of, ranks))
 
 
 def _parts(ranks: Ranks, whole: Tensor) -> Tensor:

@@ -157,7 +157,10 @@ class Tracker(Callback):
         self._run: Any = None
 
     def on_start(self, config: Config, iteration: int, model: nn.Module) -> None:
-        self._run = __import__(self.package).init(project=self.project, config=config.to_dict())
+        try:
+            self._run = __import__(self.package).init(project=self.project, config=config.to_dict())
+        except Exception as error:  # such as nobody logged in
+            raise UserError(f"--wandb-project {self.project}: {str(error).splitlines()[0]}; log in first") from error
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         self._run.log(numbers_of(row), step=row["iteration"])

@@ -185,7 +185,9 @@ class TrainingRun:
                 if self.folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
                     with clock.pause():
                         saved_at = self.save(self.folder, progress, saved_at, must=bool(stops))
-                if stops:
+                    if saved_at == progress.iteration:  # a callback may have asked in on_checkpoint
+                        request = request or largest_over_ranks(requests.code, ranks.device)
+                if stops or (request and saved_at == progress.iteration):
                     self.say(profile.stop_early(progress.iteration))
                     break
         return progress, request

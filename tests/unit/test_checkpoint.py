@@ -118,6 +118,10 @@ def test_a_wrong_folder_or_a_file_is_no_fresh_start_and_a_killed_run_may_start_a
     save_config(Config(), empty)
     (empty / "metrics.jsonl").write_text("")
     refuse_folders(empty, empty)
+    save_config(Config().replace(checkpoint={"save": str(empty), "load": str(run)}), empty)  # a branch, killed early
+    refused(
+        f"{empty} holds no checkpoint yet; its run began from {run}: give --load {run}", refuse_folders, empty, empty
+    )
     (run / checkpoint.LATEST).unlink()
     (run / checkpoint.LATEST).mkdir()
     refused("latest is not a file: remove it", choose_checkpoint, run)

@@ -293,7 +293,7 @@ class UnfinishedDatasets:
                 }
                 text = json.dumps(seal_object(manifest | {"files": sums}), indent=2, sort_keys=True)
                 write_text(_path(self.folder, number, "json"), f"{text}\n")
-        write_text(self.folder / COMPLETE, json.dumps(self._job))
+        write_text(self.folder / COMPLETE, json.dumps([self._job, [*map(os.path.basename, self._prefixes)]]))
         _give_names(self.folder, self._prefixes)
         _remove(self.folder)
 
@@ -323,24 +323,25 @@ def finish_left(folder: str, prefixes: Sequence[str], job: Job) -> bool:
     marker = Path(folder) / COMPLETE
     try:
         with marker.open("rb") as stream:
-            left = parse_json(stream.read())
+            left, names = parse_json(stream.read())
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:  # not absent: the next step would remove complete files
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{marker} cannot be read: {reason}; try again, or remove {folder} to begin anew") from None
     with _take_lock(marker.parent):
-        _give_names(marker.parent, prefixes)
+        _give_names(marker.parent, [marker.parent.parent / name for name in names])  # perhaps another command's
         _remove(marker.parent)
     files = (dataset_path(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx"))
-    return left == parse_json(json.dumps(job)) and all(os.path.isfile(path) for path in files)
+    is_same = (left, names) == (parse_json(json.dumps(job)), [*map(os.path.basename, prefixes)])
+    return is_same and all(os.path.isfile(path) for path in files)
 
 
 def _path(folder: Path, number: int, part: str) -> Path:
     return folder / f"{number}.{part}"
 
 
-def _give_names(folder: Path, prefixes: Sequence[str]) -> None:
+def _give_names(folder: Path, prefixes: Sequence[AnyPath]) -> None:
     """Rename the complete files of all datasets that do not have their names yet."""
     for number, prefix in enumerate(prefixes):
         ids, index, manifest = (dataset_path(prefix, suffix) for suffix in (".bin", ".idx", ".json"))

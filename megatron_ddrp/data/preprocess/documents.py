@@ -32,7 +32,7 @@ MAX_VALUES_BYTES = 1 << 30
 _JSON = re.compile(rb'(?:\[\s*)?\{\s*"[^"]*"\s*:')
 _LIST = re.compile(rb"\[\s*[\[{\]]")
 """Begin of a list of objects."""
-_OPEN_LINE = re.compile(r"\{[^\n]*[{\[,:]\s*\n|\{\s*\n")
+_OPEN_LINE = re.compile(r'\{(?:[^"\n]|"(?:[^"\\\n]|\\.)*")*[{\[,:]\s*\n|\{\s*\n')
 """First line of an object that goes on in the next line."""
 
 
@@ -161,7 +161,7 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
     stream: OpenInput | io.BytesIO = opened
     most = MAX_RECORD_BYTES
     if kind == "values":
-        stream, most = io.BytesIO(_as_lines(opened)), MAX_VALUES_BYTES
+        kind, stream, most = "json", io.BytesIO(_as_lines(opened)), MAX_VALUES_BYTES
     rest = b""
     while block := stream.read(max(chunk_bytes, len(rest))):  # growing, or a long record would be copied too often
         start, rest = len(rest), rest + block
@@ -230,7 +230,6 @@ def _end(kind: str, data: bytes, start: int) -> int:
 
 _LAST_LINES: dict[str, Callable[[bytes], bool] | None] = {
     "json": None,
-    "values": None,
     "text": lambda line: line.endswith(b"\n") and line.decode("utf-8", "surrogateescape").isspace(),
     "wiki": lambda line: line.rstrip().endswith(b"</doc>") and not line.startswith(b"<doc "),
 }

@@ -182,7 +182,7 @@ class Chunk(NamedTuple):
     """Whole records of one file, in order."""
 
     format: str
-    """Format: `json`, `values` (of JSON that is not in lines, each as a line), `text`, `wiki` or `rows`."""
+    """Format: `json` (also of JSON that is not in lines, each value as a line), `text`, `wiki` or `rows`."""
     data: bytes | list[tuple[bytes | str | None, ...]]
     """Uncompressed bytes; for a table its rows, as Arrow counts them."""
     read: int
@@ -334,8 +334,10 @@ def _find_articles(lines: list[str]) -> Iterator[Span]:
 
 def _read_article(lines: list[str], keys: Sequence[str]) -> Text:
     """Return the text between `<doc …>` and `</doc>`."""
-    inside = "\n".join(map(str.rstrip, lines))
-    return (inside.removesuffix("</doc>").strip("\n"),) * len(keys)
+    inside = "\n".join(map(str.rstrip, lines)).removesuffix("</doc>").strip("\n")
+    for sign, name in (("<", "&lt;"), (">", "&gt;"), ("&", "&amp;")):  # WikiExtractor escapes these three
+        inside = inside.replace(name, sign)
+    return (inside,) * len(keys)
 
 
 def _find_rows(rows: list[Any]) -> Iterator[Span]:
@@ -356,7 +358,6 @@ def _read_row(rows: list[Any], keys: Sequence[str]) -> Text:
 
 FORMATS: dict[str, tuple[Callable[[Any], Iterator[Span]], Callable[[Any, Sequence[str]], Text]]] = {
     "json": (_find_lines, _read_json),
-    "values": (_find_lines, _read_json),
     "text": (_find_paragraphs, _read_text),
     "wiki": (_find_articles, _read_article),
     "rows": (_find_rows, _read_row),

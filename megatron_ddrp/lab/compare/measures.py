@@ -155,7 +155,7 @@ def _task_facts(plan: ComparisonPlan, task: TaskPlan) -> list[object]:
     data = [fingerprint(plan, "tasks", name) for name in task.data]
     others = ("train", "valid", "test", "test_groups", "pretraining_text")
     asked = {name: value for name, value in vars(task.task).items() if name not in others}
-    return [data, asked, _flag_facts(task.flags), *task.task.test_facts]
+    return [data, asked, _flag_facts(task.flags), *task.task.test_facts()]
 
 
 def _analyses(plan: ComparisonPlan, runs: list[PlannedRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:

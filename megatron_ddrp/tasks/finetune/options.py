@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from itertools import product, starmap
 from pathlib import Path
@@ -237,8 +237,8 @@ class TaskFiles:
     def task_name(self) -> str:
         """Name of the task, usable as a file name."""
         train = self.train or Path("task")
-        stem = re.sub(r"[-_]?train$", "", train.name.partition(".")[0])
-        words = self.name or (train.resolve().parent.name if not stem or stem.startswith("train") else stem)
+        stem = re.sub(r"[-_]train$", "", train.name.partition(".")[0])
+        words = self.name or (train.resolve().parent.name if re.fullmatch("|train([-_].*)?", stem) else stem)
         return re.sub(r"[^\w.-]+", "-", words).strip("-.") or "task"
 
     @property
@@ -256,16 +256,17 @@ class TaskFiles:
             found[name] = Path(path)
         return found
 
-    @property
-    def test_facts(self) -> list[str | None]:
-        """Names of the test files and the column of their groups; empty for one file `test` without groups."""
-        facts = [*self.tests, self.test_groups]
+    def test_facts(self, unlabelled: Container[str] = ()) -> list[str | None]:
+        """Return the names of the labelled test files and the column of groups; [] for one file `test` without."""
+        facts = [*(name for name in self.tests if name not in unlabelled), self.test_groups]
         return [] if facts in ([None], ["test", None]) else facts
 
     def require(self) -> None:
         """Raise `UserError` for a task without a training or a validation file."""
         if self.train is None or self.valid is None:
             refuse(f"--{'train' if self.train is None else 'valid'} is needed, or a --task-file that names it")
+        if self.test_groups and not self.test:
+            refuse("--test-groups needs --test, whose rows it divides: give both, or leave it out")
 
 
 def read_task_file(path: Path) -> TaskFiles:

@@ -112,8 +112,9 @@ def read_task(files: TaskFiles) -> TaskData:
             unlabelled.append(f"{name}: {count:,} rows without labels, to be predicted ({missing})")
     baseline = kind.baseline(task, train.counts, kind.answers(task, dev["valid"].labels))
     told_anew = [scheme for scheme in [kind.scheme(task)] if scheme not in ("", "IOB2")]  # earlier versions knew one
-    code = [*registry.KINDS.code(kind.name), *registry.METRICS.code(task.metric)]
-    digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew, *code, *files.test_facts]).encode())
+    code: list[Any] = [*registry.KINDS.code(kind.name), *registry.METRICS.code(task.metric)]
+    code += files.test_facts(to_predict)
+    digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew, *code]).encode())
     for reading in (train, *dev.values()):
         digest.update(reading.file.digest)
     with at(files.valid):

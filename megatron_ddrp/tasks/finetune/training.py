@@ -142,7 +142,9 @@ class TaskModel(nn.Module):
 
 def output_layer(model: nn.Module) -> nn.Linear | None:
     """Return the layer that computes the single output of a model with a head; None for a head without such a layer."""
-    found = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer.out_features == 1]
+    inside = getattr(model, "encoder_prefix", "encoder.")
+    heads = (layer for name, layer in model.named_modules() if not name.startswith(inside))
+    found = [layer for layer in heads if isinstance(layer, nn.Linear) and layer.out_features == 1]
     return found[0] if len(found) == 1 and found[0].bias is not None else None
 
 

@@ -408,10 +408,6 @@ class Result:
         """Return the result on the paradigms `uids`."""
         return Result(self.name, {uid: self.cells[uid] for uid in uids})
 
-    def average(self, uids: Iterable[str]) -> float:
-        """Return the mean accuracy over some paradigms."""
-        return self.only(uids).macro_average
-
 
 def difference(first: Result, second: Result) -> Gain:
     """Return the gain of the macro average on the same pairs, with Student's 95 % interval over the paradigms.

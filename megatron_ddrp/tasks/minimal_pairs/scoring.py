@@ -208,22 +208,6 @@ class Report:
         return {f"{PIECE_COUNTS}, {name}": level for name, level in levels.items()}
 
 
-def report_of(
-    subjects: Mapping[tuple[str, int | None], str],
-    paradigms: Mapping[str, Paradigm],
-    jobs: list[PairJob],
-    store: PairStore,
-    published: Levels,
-) -> Report:
-    """Return the report on finished jobs; `subjects` maps (fingerprint, seed) to the name of an encoder."""
-    rows = {PairJob.of_row(row).name: row for row in store}
-    cells: dict[tuple[str, int | None], dict[str, ParadigmScore]] = {key: {} for key in subjects}
-    for job in jobs:
-        cells[job.encoder, job.seed][job.paradigm] = cell(rows[job.name])
-    results = [Result(name, cells[key]) for key, name in subjects.items()]
-    return Report(paradigms, results, published, jobs[0].score)
-
-
 def write_report(report: Report, folder: Path) -> str:
     """Write results.json, table.md, tables/ and, with matplotlib, heatmap.png into `folder`; return a text to show."""
     differences = report.differences
@@ -274,8 +258,8 @@ def _encoder(report: Report, result: Result) -> dict[str, Any]:
         "standard_error": result.standard_error,
         "standard_error_over_paradigms": result.paradigm_error,
         "piece_counts": result.piece_counts,
-        "fields": {name: result.average(uids) for name, uids in report.groups("field").items()},
-        "linguistics_terms": {name: result.average(uids) for name, uids in report.groups("term").items()},
+        "fields": {name: result.only(uids).macro_average for name, uids in report.groups("field").items()},
+        "linguistics_terms": {name: result.only(uids).macro_average for name, uids in report.groups("term").items()},
         "paradigms": {
             uid: {
                 "accuracy": cell.accuracy,
@@ -318,7 +302,7 @@ def _scores(report: Report) -> Table:
     header = ["encoder", "macro average", "± pairs", "± paradigms", *fields, PIECE_COUNTS, "ties", "undefined"]
     rows = [
         [result.name, percent(result.macro_average), percent(result.standard_error), percent(result.paradigm_error)]
-        + [percent(result.average(uids)) for uids in fields.values()]
+        + [percent(result.only(uids).macro_average) for uids in fields.values()]
         + [percent(result.piece_counts)]
         + [f"{sum(getattr(cell, key) for cell in result.cells.values()):,}" for key in ("ties", "undefined")]
         for result in report.results
@@ -436,8 +420,12 @@ def run_here(options: argparse.Namespace) -> None:
     if left := len(store.missing(plan.jobs)):
         print(left_to_others(left, options.output_dir, options.wait))
         return
-    names = {key: subject.name for key, subject in plan.subjects.items()}
-    report = report_of(names, plan.paradigms, plan.jobs, store, published)
+    rows = {PairJob.of_row(row).name: row for row in store}
+    cells: dict[tuple[str, int | None], dict[str, ParadigmScore]] = {key: {} for key in plan.subjects}
+    for job in plan.jobs:
+        cells[job.encoder, job.seed][job.paradigm] = cell(rows[job.name])
+    results = [Result(subject.name, cells[key]) for key, subject in plan.subjects.items()]
+    report = Report(plan.paradigms, results, published, options.score)
     with one_at_a_time(options.output_dir, "report"):
         print(write_report(report, options.output_dir), flush=True)
     if undefined := [f"{result.name} ({result.undefined:,})" for result in report.results if result.undefined]:

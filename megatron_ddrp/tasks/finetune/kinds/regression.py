@@ -42,8 +42,8 @@ class Regression(SequenceKind):
 
     def _as_number(self, cell: Any) -> float | None:
         try:
-            return None if isinstance(cell, bool) else float(cell)
-        except (TypeError, ValueError):
+            return None if isinstance(cell, bool) or "_" in str(cell) else float(cell)  # Python reads 1_5 as 15
+        except (TypeError, ValueError, OverflowError):
             return None
 
     def _number(self, cell: Any) -> float:

@@ -66,12 +66,8 @@ class SequenceKind(Kind):
                 writer.add(*text_row(row, tokenizer.rows, max_length)[:2])
                 cut += whole_length(row, tokenizer.rows) > max_length
             labels += [example.label for example in some]
-        rows = writer.rows(self.as_targets(self.answers(task, labels)))
+        rows = writer.rows(self.answers(task, labels))
         return replace(rows, warning=cut_warning(cut, len(rows), max_length), cut=cut)
-
-    def as_targets(self, labels: np.ndarray) -> np.ndarray:
-        """Convert float64 labels, `[rows, …]`, to the form that the loss takes."""
-        return labels
 
     def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
         """Return the predictions of the rows; nan if an output of the row is not finite."""
@@ -180,15 +176,11 @@ class Classification(SequenceKind):
         counts = {label: int((answers == number).sum()) for number, label in enumerate(task.labels)}
         return self.baseline(task, counts, answers)
 
-    def as_targets(self, labels: np.ndarray) -> np.ndarray:
-        """Return class numbers, int64 `[rows]`; labels with a nan (rows without labels) stay unchanged."""
-        return labels if np.isnan(labels).any() else labels.astype(np.int64)
-
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross entropy, summed over rows."""
         from torch.nn.functional import cross_entropy
 
-        return cross_entropy(outputs, targets, reduction="sum")
+        return cross_entropy(outputs, targets.long(), reduction="sum")
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return the number of the most probable class, `[batch]`."""

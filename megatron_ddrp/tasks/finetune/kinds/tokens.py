@@ -495,6 +495,8 @@ def _first_answer(label: object, places: np.ndarray) -> tuple[int, int] | None:
 def _answers(cell: Any) -> Answers:
     """Return the answers of a cell in SQuAD's layout or in the layout of Hugging Face's datasets."""
     try:
+        if isinstance(cell, str):
+            raise TypeError
         flat = flat_answers(cell)
         answers = Answers(tuple(flat["text"]), tuple(flat["answer_start"]))
         if len(answers.texts) != len(answers.begins) or not _are_texts([*answers.texts]):

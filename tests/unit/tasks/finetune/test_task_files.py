@@ -279,7 +279,7 @@ def test_names_come_from_the_line_or_from_the_files(tmp_path):
     (tmp_path / "t.yaml").write_text(text)
     files = read_task_file(tmp_path / "t.yaml")
     assert files.tests == {"near": tmp_path / "c.csv", "d": tmp_path / "d.x.csv"}
-    assert files.pretraining_text == (str(tmp_path / "p.txt"),) and files.test_facts == ["near", "d", None]
+    assert files.pretraining_text == (str(tmp_path / "p.txt"),) and files.test_facts() == ["near", "d", None]
     assert TaskFiles(test=("a=b/c.csv",)).tests == {"a": Path("b/c.csv")}
     assert TaskFiles(test=("a/b=c.csv",)).tests == {"test": Path("a/b=c.csv")}
     assert TaskFiles(test=("new=year=2024/c.csv",)).tests == {"new": Path("year=2024/c.csv")}
@@ -287,7 +287,7 @@ def test_names_come_from_the_line_or_from_the_files(tmp_path):
     place.mkdir()
     (place / "t.yaml").write_text("train: a.csv\nvalid: b.csv\ntest: [new rows.csv, c.csv]\n")
     assert read_task_file(place / "t.yaml").tests == {"new rows": place / "new rows.csv", "c": place / "c.csv"}
-    assert TaskFiles(test=("c.csv",)).test_facts == TaskFiles().test_facts == []
+    assert TaskFiles(test=("c.csv",)).test_facts() == TaskFiles().test_facts() == []
     trains = ("reviews-train.csv", "reviews.csv.gz", "topics/train.csv")
     assert [TaskFiles(Path("data", train)).task_name for train in trains] == ["reviews", "reviews", "topics"]
     assert TaskFiles(Path("data/topics/train.csv"), name="of mine").task_name == "of-mine"

@@ -214,6 +214,7 @@ YOSO = FNET | {"num_attention_heads": 2}
 FUNNEL = {"block_sizes": [1, 1], "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "initializer_std": 0.3}
 SIZES_OF_FAMILIES = {"fnet": FNET, "yoso": YOSO, "convbert": YOSO | {"embedding_size": 16}, "funnel": FUNNEL}
 SIZES_OF_FAMILIES["nystromformer"] = YOSO
+SIZES_OF_FAMILIES["mobilebert"] = YOSO | {"embedding_size": 8, "intra_bottleneck_size": 16, "true_hidden_size": 16}
 
 
 @pytest.mark.parametrize("kind", [*PADDING_SENSITIVE, "bert"])
@@ -222,7 +223,10 @@ def test_families_whose_states_depend_on_padding_are_warned_of(bert_folder, kind
     if kind != "bert":
         config = transformers.AutoConfig.for_model(kind, vocab_size=14, pad_token_id=0, **SIZES_OF_FAMILIES[kind])
         config.initializer_range, config.architectures = 0.3, ["FunnelModel"]  # Funnel has two encoders
-        transformers.AutoModel.from_config(config).save_pretrained(bert_folder)
+        model = transformers.AutoModel.from_config(config)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0].normal_()  # trained rows of padding are not 0
+        model.save_pretrained(bert_folder)
     encoder = load_encoder(bert_folder)
     examples = [Example(("red cat runs sings dog",), 0), Example(("red cat runs sings dog blue green bird",), 0)]
     (alone, valid), (padded, _) = hidden(encoder, examples[:1]), hidden(encoder, examples)
