@@ -160,6 +160,12 @@ def test_a_run_that_ended_early_resumes_to_the_bit(ending: str, whole: Any, sett
     assert resumed.rows[-1]["loss"] == whole.rows[-1]["loss"]
 
 
+def test_a_stop_at_a_checkpoint_is_one_there(settings: Settings, tmp_path: Path) -> None:
+    own = settings | EARLY | {"save": tmp_path / "own", "keep_last": 1}
+    run = pretrain(**own, callbacks=[callback(on_checkpoint=lambda path: fail(StopTraining()))])
+    assert run.stopped and run.iteration == 2 and newest(tmp_path / "own") == tmp_path / "own" / "iter_0000002"
+
+
 def test_an_error_about_a_checkpoint_reaches_the_caller_and_deletes_none(settings: Settings, tmp_path: Path) -> None:
     """It comes with the third one: those before it, also milestones, and its own stay, and the run resumes there."""
     mine, seen = UserError("mine"), list[str]()

@@ -29,6 +29,19 @@ from tests.reference import muon as twin
 from tests.refusals import refused, wrong_arguments
 from tests.unit.model.tiny import tiny_config
 
+
+def test_a_wrapped_optimizer_of_torch_clips_once_also_where_another_one_was_made_before() -> None:
+    """torch then has a step that runs the hooks, and so would the step that calls it."""
+    torch.optim.RAdam([torch.nn.Parameter(torch.zeros(1))])
+    step: Any = torch.optim.RAdam.step
+
+    class RAdam(muon.Optimizer, torch.optim.RAdam):
+        moments = ("exp_avg", "exp_avg_sq")
+        update = torch.optim.RAdam.step
+
+    assert step.hooked and not hasattr(RAdam.update, "hooked")
+
+
 RANKS = Ranks(0, 1, torch.device("cpu"))
 SETTINGS = OptimizerConfig(optimizer="muon", lr=0.1, weight_decay=0.3)
 LAYER = {f"attention.{name}.weight" for name in ("query", "key", "value", "output")}

@@ -322,7 +322,13 @@ def test_what_deepspeed_does_not_know_is_refused(text: str, words: str, tmp_path
 
 QUANTIZED = '"stage": 3, "zero_quantized_weights": true, "zero_quantized_gradients": false'
 DEPENDS = [
-    ('{"gradient_predivide_factor": 2.0}', (2,), (3,), "gradient_predivide_factor does not work with --zero-stage 3"),
+    ('{"gradient_predivide_factor": 2.0}', (1,), (2,), "gradient_predivide_factor and prescale_gradients need"),
+    (
+        '{"prescale_gradients": true}',
+        (1,),
+        (3,),
+        "gradient_predivide_factor and prescale_gradients need --zero-stage 0",
+    ),
     (ZERO % QUANTIZED, (3, "cuda"), (3, "cpu"), "zero_quantized_weights is True: its kernels need a GPU"),
     (OFFLOAD, (1,), (0,), "offload_optimizer needs --zero-stage 1 or 2 or 3, not 0"),
 ]

@@ -189,6 +189,11 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     checkpoint.write_state(path, checkpoint.read_state(path) | of_training)
     assert checkpoint.newest(run) == path
     refused("not an untrained import", import_folder, hf, run, overwrite=True)
+    path.rename(run / "iter_0000002")  # a trained one behind the import, to which `latest` has gone back
+    import_folder(hf, tmp_path / "import")
+    (tmp_path / "import" / "iter_0000000").rename(path)
+    assert checkpoint.newest(run) == path
+    refused("not an untrained import", import_folder, hf, run, overwrite=True)
 
 
 DAMAGED = 40

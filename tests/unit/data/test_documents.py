@@ -197,6 +197,17 @@ def test_text_in_wide_characters_is_refused_and_not_read_as_text_full_of_zeros(t
     refused(rf"{name}: in {encoding[:6].upper()}[BL]?E?, expected UTF-8; .*iconv -f", texts, path)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+def test_other_letters_in_wide_characters_without_a_mark_are_refused_too(tmp_path, encoding):
+    path = write(tmp_path / "a.txt", "Привет мир\n\nвторой\n".encode(encoding))
+    refused("a.txt: in UTF-16, expected UTF-8", texts, path)
+
+
+def test_articles_have_the_signs_that_wikiextractor_escapes(tmp_path):
+    content = '<doc id="1" url="u" title="A">\nAT&amp;T if a &lt; b &amp;lt; &copy;\n</doc>\n'
+    assert texts(write(tmp_path / "wiki_00", content)) == ["AT&T if a < b &lt; &copy;"]
+
+
 def chunks_of(file, chunk_bytes):
     with OpenInput(file) as opened:
         return list(iter_chunks(opened, ["text"], chunk_bytes))

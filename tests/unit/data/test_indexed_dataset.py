@@ -26,7 +26,7 @@ from megatron_ddrp.data.atomic import SUM
 from megatron_ddrp.data.batches.samples import SampleIndex, document_lengths, sample_totals, split_documents
 from megatron_ddrp.data.dataset import dataset_index, indexed_dataset
 from megatron_ddrp.data.dataset.dataset_index import HEADER, token_dtype
-from megatron_ddrp.data.dataset.indexed_dataset import UnfinishedDatasets, read_manifest
+from megatron_ddrp.data.dataset.indexed_dataset import UnfinishedDatasets, finish_left, read_manifest
 from megatron_ddrp.data.dataset.verification import check_sums, first_documents, open_dataset, verify
 from megatron_ddrp.errors import UserError
 from tests.datasets import shared_asset, write_dataset
@@ -114,6 +114,22 @@ def test_failure_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch):
         output.publish([None])
     assert IndexedDataset(tmp_path / "a")[0].tolist() == [7]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_complete_files_that_a_kill_left_get_their_own_names_whatever_command_comes_next(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    write_dataset(tmp_path / "b", [[[3]]])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(indexed_dataset, "_give_names", stop)
+        with writing(tmp_path / "a") as output:
+            append(output, [7], [1], [1])
+            output.publish([None])
+    (tmp_path / "a.unfinished").rename(tmp_path / "moved.unfinished")
+    assert not finish_left(str(tmp_path / "moved.unfinished"), [str(tmp_path / "b")], {})
+    assert [IndexedDataset(tmp_path / name)[0].tolist() for name in "ab"] == [[7], [3]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "b.bin", "b.idx"]
 
 
 def test_a_manifest_is_read_as_it_was_written_and_refused_if_edited(tmp_path):

@@ -73,6 +73,7 @@ BAD_LABELS = [
         (["1.5", each], None, f", line 3: label is {each!r}, expected a number such as 1.5; mend")
         for each in ("NA", "")
     ),
+    (["1.5", "1_5"], "regression", ", line 3: label is '1_5', expected a number such as 1.5; mend"),
     (["1.5", "1e39"], "regression", ", line 3: label is '1e39', expected at most 3.40282e+38 in size; use another"),
     ([*WHOLE, "2.5"], None, ": labels look like whole numbers in the first rows and like 2.5 in later ones; name the"),
     *(([[1], each], None, f", line 2: label is {each}, a vector of 0 and 1; write a list of the") for each in VECTORS),
@@ -288,8 +289,18 @@ def test_names_come_from_the_line_or_from_the_files(tmp_path):
     (place / "t.yaml").write_text("train: a.csv\nvalid: b.csv\ntest: [new rows.csv, c.csv]\n")
     assert read_task_file(place / "t.yaml").tests == {"new rows": place / "new rows.csv", "c": place / "c.csv"}
     assert TaskFiles(test=("c.csv",)).test_facts() == TaskFiles().test_facts() == []
-    trains = ("reviews-train.csv", "reviews.csv.gz", "topics/train.csv")
-    assert [TaskFiles(Path("data", train)).task_name for train in trains] == ["reviews", "reviews", "topics"]
+    trains = (
+        "reviews-train.csv",
+        "reviews.csv.gz",
+        "topics/train.csv",
+        "topics/train-1.csv",
+        "constrain.csv",
+        "trains.csv",
+    )
+    names = ["reviews", "reviews", "topics", "topics", "constrain", "trains"]
+    assert [TaskFiles(Path("data", train)).task_name for train in trains] == names
+    both = TaskFiles(Path("a"), Path("b"), test_groups="field")
+    wrong_arguments("--test-groups needs --test, whose rows it divides", both.require)
     assert TaskFiles(Path("data/topics/train.csv"), name="of mine").task_name == "of-mine"
 
 

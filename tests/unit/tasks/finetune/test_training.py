@@ -201,6 +201,14 @@ def test_half_precision_leaves_rotary_frequencies_as_they_are():
     assert before and all((dict(rotary.named_buffers())[name] == buffer).all() for name, buffer in before.items())
 
 
+def test_the_output_layer_of_a_head_is_not_one_of_the_encoders():
+    """ESM predicts contacts by a layer of one output inside its encoder."""
+    model = torch.nn.Module()
+    model.encoder, model.head = torch.nn.Module(), torch.nn.Linear(3, 1)
+    model.encoder.contacts = torch.nn.Linear(3, 1)
+    assert training.output_layer(model) is model.head
+
+
 def test_layerwise_decay_divides_the_rate_by_depth_and_it_rises_for_a_tenth_and_falls_to_zero():
     one = tuning(layerwise_lr_decay=0.5, lr=1.0)
     one.step(np.arange(8))
