@@ -46,6 +46,8 @@ from megatron_ddrp.parallel.process_group import Ranks
 
 
 class Exchange(torch.autograd.Function):
+    """A function of a tensor that exchanges with other ranks, and another one of the gradient."""
+
     @staticmethod
     def forward(ctx, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
         ctx.back = back

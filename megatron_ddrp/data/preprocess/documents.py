@@ -161,7 +161,7 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
     stream: OpenInput | io.BytesIO = opened
     most = MAX_RECORD_BYTES
     if kind == "values":
-        kind, stream, most = "json", io.BytesIO(_as_lines(opened)), MAX_VALUES_BYTES
+        stream, most = io.BytesIO(_as_lines(opened)), MAX_VALUES_BYTES
     rest = b""
     while block := stream.read(max(chunk_bytes, len(rest))):  # growing, or a long record would be copied too often
         start, rest = len(rest), rest + block
@@ -230,6 +230,7 @@ def _end(kind: str, data: bytes, start: int) -> int:
 
 _LAST_LINES: dict[str, Callable[[bytes], bool] | None] = {
     "json": None,
+    "values": None,
     "text": lambda line: line.endswith(b"\n") and line.decode("utf-8", "surrogateescape").isspace(),
     "wiki": lambda line: line.rstrip().endswith(b"</doc>") and not line.startswith(b"<doc "),
 }

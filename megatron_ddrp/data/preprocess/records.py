@@ -182,7 +182,7 @@ class Chunk(NamedTuple):
     """Whole records of one file, in order."""
 
     format: str
-    """Format: `json` (also of JSON that is not in lines, each value as a line), `text`, `wiki` or `rows`."""
+    """Format: `json`, `values` (of JSON that is not in lines, each as a line), `text`, `wiki` or `rows`."""
     data: bytes | list[tuple[bytes | str | None, ...]]
     """Uncompressed bytes; for a table its rows, as Arrow counts them."""
     read: int
@@ -358,6 +358,7 @@ def _read_row(rows: list[Any], keys: Sequence[str]) -> Text:
 
 FORMATS: dict[str, tuple[Callable[[Any], Iterator[Span]], Callable[[Any, Sequence[str]], Text]]] = {
     "json": (_find_lines, _read_json),
+    "values": (_find_lines, _read_json),
     "text": (_find_paragraphs, _read_text),
     "wiki": (_find_articles, _read_article),
     "rows": (_find_rows, _read_row),
