@@ -251,6 +251,39 @@ def test_a_wrong_plug_in_is_refused_in_one_line(settings: Settings, tmp_path: Pa
         refused(line, pretrain, **plain | {"plugin": str(tmp_path / "own.py")} | changes)
 
 
+OWN_OPTIMIZERS = {
+    "plain": """
+from megatron_ddrp.config import Number
+from megatron_ddrp.engine.optimizers import Optimizer
+class Plain(Optimizer):
+    moments, options = (), {"decay": Number(0.9, "[0, 1)")}
+    def __init__(self, groups, lr, decay):
+        super().__init__(groups, {"lr": lr, "decay": decay})
+    def update(self):
+        for group in self.param_groups:
+            assert group["decay"] == 0.9 and group["weight_decay"] in (0.0, 0.01), group
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+OPTIMIZERS = {"plain": Plain}
+""",
+    "radam": """
+import torch
+from megatron_ddrp.engine.optimizers import Optimizer
+class RAdam(Optimizer, torch.optim.RAdam):
+    moments = ("exp_avg", "exp_avg_sq")
+    update = torch.optim.RAdam.step
+OPTIMIZERS = {"radam": RAdam}
+""",
+}
+
+
+@pytest.mark.parametrize("name", OWN_OPTIMIZERS)
+def test_a_key_of_an_optimizers_own_and_one_of_torch_in_three_lines(name: str, train: Train, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_OPTIMIZERS[name], encoding="utf-8")
+    rows = train(plugin=tmp_path / "own.py", optimizer=name, weight_decay=0.01, zero_stage=1, train_iters=2).rows
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
+
+
 @pytest.mark.slow
 def test_it_resumes_on_two_ranks_and_at_another_zero_stage(settings: Settings, tmp_path: Path) -> None:
     settings |= {"save_interval": 2}
