@@ -36,7 +36,12 @@ _MARK = re.compile(
 def read_book(file: InputFile, skip: bool) -> str | None:
     """Return the text of a book, without blank lines; None for a skipped one that is not UTF-8."""
     with OpenInput(file) as stream:
-        stream.first()  # refuses other encodings
+        try:
+            stream.first()  # refuses text in wide characters
+        except UserError:
+            if skip:
+                return None
+            raise
         raw = b"".join(iter(lambda: stream.read(_BLOCK), b""))
     try:
         text = raw.decode("utf-8-sig")

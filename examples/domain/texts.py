@@ -71,13 +71,10 @@ def read_ratings(archive: tarfile.TarFile, name: str) -> list[list[int]]:
 
 
 def _lines(archive: tarfile.TarFile, name: str) -> Iterable[str]:
-    try:
-        member = archive.extractfile(f"hutto_ICWSM_2014/{name}")
-        assert member is not None, "a folder"
-    except (KeyError, AssertionError):
-        raise SystemExit(
-            f"error: {name} is no file of the archive; give the source archive of vaderSentiment 3.3.2"
-        ) from None
+    path = f"hutto_ICWSM_2014/{name}"
+    member = archive.extractfile(path) if path in archive.getnames() else None
+    if member is None:
+        raise SystemExit(f"error: {name} is no file of the archive; give the source archive of vaderSentiment 3.3.2")
     lines = io.TextIOWrapper(member, "utf-8-sig", errors="replace").read().splitlines()
     return (line for line in lines if line.strip())
 
