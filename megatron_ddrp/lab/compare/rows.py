@@ -225,7 +225,7 @@ class RunRow:
         last = next(phase for phase in self.phases if phase.share == 1)
         return (self.objective * alone, trained, last.seq_length, *settings)
 
-    @property
+    @cached_property
     def phases(self) -> Sequence[LengthPhase]:
         """Phases by the length of the rows."""
         longest = int(self.settings.get("seq_length", _DEFAULTS["seq_length"]))
