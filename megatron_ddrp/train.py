@@ -118,7 +118,7 @@ def prepare(config: Config, ranks: Ranks) -> tuple[Setup, list[Callback]]:
     refuse_folders(save, load)
     callbacks = callbacks_of(config.logging)
     setup = Setup.of(config, ranks)
-    state = read_state(path) if load and (path := newest(load)) else {}
+    state = read_state(path) if (path := newest(load)) else {}
     return setup.replace(training={"new_head_iters": new_head_iters(config, state)}), callbacks
 
 
@@ -148,7 +148,7 @@ def check_without_data(setup: Setup) -> None:
     tokenizer = tokenizer_flags(with_tokenizer(config, ())).build()
     with refusals_as_user_errors(save), sole_writer(save) if save and save.exists() else nullcontext():
         pass
-    if path := newest(load) if load else None:
+    if path := newest(load):
         check_stored(path, config.with_vocabulary(tokenizer.vocab_size))
         changed_tokenizer(path, tokenizer)
 

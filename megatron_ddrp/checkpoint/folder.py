@@ -351,9 +351,9 @@ def whole_checkpoints(
         tell(line)
 
 
-def newest(folder: Path) -> Path | None:
+def newest(folder: Path | None) -> Path | None:
     """Return the newest checkpoint of a `--save` folder whose files have the right sizes, or None without one."""
-    return next(whole_checkpoints(folder, (), tell=lambda _: None), None)
+    return next(whole_checkpoints(folder, (), tell=lambda _: None), None) if folder else None
 
 
 def none_complete(folder: Path, reasons: list[str]) -> UserError:

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from megatron_ddrp.checkpoint import newest, refuse_folders
 from megatron_ddrp.config import Config, ModelConfig, ParallelConfig, concerns, flag
 from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.engine.build import precision_fault
+from megatron_ddrp.engine.checkpoint import changed_tokenizer, check_stored
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import GIB, Memory, neediest_by_zero_stage
@@ -54,6 +56,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     if launched_rank() != 0:
         return
     world_size = world_size or launched_world_size()
+    refuse_folders(*config.checkpoint.folders)
     config, of_data, about_data, dictionary_bytes = open_data(config)
     training, parallel = config.training, config.parallel
     setup = Setup.planned(config, world_size, "cuda")
@@ -156,6 +159,9 @@ def open_data(config: Config) -> tuple[Config, dict[str, Any], list[str], int]:
     verified = verify_data(config)
     corpus = Corpus.open(config, keep_counts=False)
     config = corpus.config.with_vocabulary(corpus.tokenizer.vocab_size)
+    if start := newest(config.checkpoint.folders[1]):
+        check_stored(start, config)
+        changed_tokenizer(start, corpus.tokenizer)
     samples = corpus.samples("train")
     consumed = config.training.train_iters * config.training.global_batch_size
     lines = [*verified, *corpus.remarks, *corpus.split_remarks(), f"data: {corpus.summary(samples, consumed)}"]
@@ -242,7 +248,4 @@ def memory_table(needs: dict[int, Memory], chosen: int) -> list[str]:
         rows.append([f"{stage} *" if stage == chosen else f"{stage}  ", *(f"{size / 2**20:,.0f}" for size in sizes)])
     on_host = needs[chosen].on_host
     host = f"; in host memory {on_host / 2**20:,.0f}" if on_host else ""
-    return [
-        f"memory of the rank that needs the most, MiB (* this run{host}):",
-        *columns(rows),
-    ]
+    return [f"memory of the rank that needs the most, MiB (* this run{host}):", *columns(rows)]

@@ -128,6 +128,7 @@ OPTIMIZERS = Registry(
     "--optimizer",
     f"{_OPTIMIZERS}:Optimizer",
     {"adamw": f"{_OPTIMIZERS}:AdamW", "muon": f"{_OPTIMIZERS}:Muon"},
+    "moments",
 )
 SCHEDULES = Registry(
     "--lr-decay-style",

@@ -144,7 +144,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def update(self) -> None:
         """Update all parameters that have a gradient, without recording for autograd. Each optimizer has its own."""
-        raise NotImplementedError(f"{type(self).__name__} has no update()")
+        raise shared_error(f"{type(self).__name__}, the class of --optimizer, has no update()")
 
 
 class AdamW(Optimizer):

@@ -187,6 +187,14 @@ def test_a_metric_and_a_kind_of_task_in_fine_tuning(train: Train, page: Path, tm
     assert median.tolist() == [1.0, 0.0, 2.0], "the median class is predicted"
 
 
+IDLE = """
+from megatron_ddrp.engine.optimizers import Optimizer
+class Idle(Optimizer):
+    moments = ()
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+OPTIMIZERS = {"idle": Idle}
+"""
 WRONG = {
     "ENCODINGS = {}": "adds nothing",
     "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
@@ -195,6 +203,7 @@ WRONG = {
     "class A: pass\nOBJECTIVES = {'mine': A}": "expected a class derived from Objective",
     "": "cannot be read: expected a Python file",
     "OPTIMIZERS = {'lion': 3}": "OPTIMIZERS['lion'] is 3: expected a class derived from Optimizer",
+    IDLE.replace("moments", "names"): "expected a class derived from Optimizer with an attribute moments, a list",
     "SCHEDULES = {'fall': 3}": "SCHEDULES['fall'] is 3: expected a function",
     "def f(labels, predictions): return 1\nMETRICS = {'f': f}": "expected a function with an attribute kinds",
     "MASKINGS = {'token': 3}": "MASKINGS names 'token', which is taken",
@@ -242,6 +251,7 @@ def test_a_wrong_plug_in_is_refused_in_one_line(settings: Settings, tmp_path: Pa
     for (code, changes), line in (
         ((NAN, {"lr_decay_style": "f"}), "--lr-decay-style f gave nan"),
         ((LONG, {"masking": "f"}), "M.lengths gave .*expected a whole number from 1 to 2"),
+        ((IDLE, {"optimizer": "idle"}), "Idle, the class of --optimizer, has no update"),
         (forgetful("()", "parameter.clone()", 1), "Forgetful.moments is .*, but it keeps average"),
         (forgetful("('average',)", "parameter.clone()", 0), NOT_HELD),
         (forgetful("('average',)", "torch.zeros(1)", 0), NOT_HELD),

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from megatron_ddrp import checkpoint
+from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import choose_checkpoint, fault, load_model, read_state, refuse_folders, write_state
 from megatron_ddrp.checkpoint.weights import Form, write_tensors
+from megatron_ddrp.commands.dry_run import dry_run
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
@@ -78,6 +80,16 @@ def damage_latest(pointer, damage):
         pointer.symlink_to("nowhere")
     elif damage != "missing":
         pointer.write_bytes(CONTENTS[damage])
+
+
+def test_a_dry_run_refuses_the_folders_that_a_run_would_refuse(run, tmp_path, tiny_corpus):
+    data = f"--data-path {tiny_corpus.prefix} --vocab-file {tiny_corpus.vocab_file} --seq-length 48"
+    for words, line in (
+        (f"--load {tmp_path / 'strat'}", "strat: no such folder"),
+        (f"--save {run}", "holds a run already"),
+        (f"--load {run} {data}", "another architecture: --num-layers is 1 there and 12 here"),
+    ):
+        refused(line, dry_run, parse_arguments(["--dry-run", *words.split()]).config)
 
 
 @pytest.mark.parametrize("damage", [*CONTENTS, "link", "missing"])

@@ -248,14 +248,8 @@ def _refuse_incomplete(datasets: Sequence[IndexedDataset]) -> None:
             twice = " and ".join(dataset.prefix for dataset in datasets if _part(dataset)["part"] == number)
             raise UserError(f"part {number} of {of} is given {count} times, as {twice}; give it once")
     if missing := [number for number in range(1, of + 1) if number not in numbers]:
-        which = f"part {missing[0]} of {of} is" if len(missing) == 1 else f"parts {_few(missing)} of {of} are"
         again = f"megatron-ddrp preprocess … --partition {missing[0]}/{of}"
-        raise UserError(f"{which} missing among the {len(datasets)} given; add what exists, or make it: {again}")
-
-
-def _few(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
+        raise UserError(f"parts {missing} of {of} are not given; add what exists, or make it: {again}")
 
 
 def join_inputs(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:

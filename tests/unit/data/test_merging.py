@@ -278,8 +278,8 @@ def test_what_is_not_one_whole_run_is_refused(folder):
     alone = preprocess(config(folder)).prefixes[0]
     rest = [*parts[:2], parts[3]]
     for given, complaint in (
-        (rest, r"part 3 of 4 is missing among the 3 given; .* megatron-ddrp preprocess … --partition 3/4"),
-        (parts[:1], r"parts 2, 3, 4 of 4 are missing"),
+        (rest, r"parts \[3\] of 4 are not given; .* megatron-ddrp preprocess … --partition 3/4"),
+        (parts[:1], r"parts \[2, 3, 4\] of 4 are not given"),
         ([*parts, parts[1]], r"part 2 of 4 is given 2 times, as .* and .*; give it once"),
         ([*rest, third], r"part1-of-4_text_document is part 1 of 4, but .*p_part3-of-3_text_document part 3 of 3"),
         ([*rest, with_end], r"made with append_eod False, but .*/eod_part3-of-4_text_document with True"),
