@@ -1,14 +1,13 @@
-"""Random attention problems in fp32, and the eager float64 answer to each: for backends that know no float64."""
+"""Random attention problems, what a backend answers to each, and the eager float64 answer: the judge of all others."""
 
 from dataclasses import dataclass
 
 import torch
 
-from megatron_ddrp.model.attention.backends import eager_attention
-from megatron_ddrp.model.attention.logits import Attending, attention_logits
+from megatron_ddrp.model.attention.backends import attention_map, eager_attention
+from megatron_ddrp.model.attention.logits import Attending
+from megatron_ddrp.model.embeddings import document_mask
 from megatron_ddrp.model.positions import PositionTerms
-
-NO_HEADS = torch.empty(0, dtype=torch.long)
 
 
 @dataclass
@@ -26,11 +25,17 @@ class Case:
         """Everything that takes a gradient."""
         return [self.query, self.key, self.value, *(x for x in self.terms.tensors if x is not None)]
 
-    def attending(self, dropout=0.0, heads=NO_HEADS):
+    @property
+    def counted(self):
+        """A fixed random weight for each document of two tokens or more, and 0 for the others."""
+        ids = self.document_ids.cpu()
+        lengths = document_mask(ids, int(ids.max())).sum(-1)  # [batch, documents]
+        return torch.randn(lengths.shape, generator=torch.Generator().manual_seed(2)) * (lengths > 1)
+
+    def attending(self, dropout=0.0, heads=()):
         device = self.query.device
-        counted = torch.ones(len(self.query), int(self.document_ids.max()), device=device)
         vectors = self.query, self.key, self.value
-        rest = heads.to(device), dropout, counted
+        rest = torch.tensor(heads, dtype=torch.long, device=device), dropout, self.counted.to(device)
         return Attending(*vectors, self.terms, self.document_ids, *rest, window=self.window, causal=self.causal)
 
     @property
@@ -60,7 +65,8 @@ def make_case(
 ):
     """`tables`: letters out of q, Q, k, K, v, V (query and key table, offset bias; capital = one per head).
 
-    `rows`: document numbers; `bias_batch`: 1 or b; `rest`: whether biases are compared, the window, causal.
+    `rows`: document numbers; `bias_batch`: 1 or b; `rest`: `bias_heads`, 1 or all, whether biases are compared, the
+    window, causal.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -75,17 +81,20 @@ def make_case(
     for letter in tables:
         shape = (offsets,) if letter in "vV" else (offsets, head_dim)
         chosen[names[letter.lower()]] = random(heads if letter.isupper() else 1, *shape)
-    bias = None if bias_batch is None else random(bias_batch, heads, seq, seq)
+    bias_heads = rest.pop("bias_heads", heads)
+    chosen["bias"] = None if bias_batch is None else random(bias_batch, bias_heads, seq, seq)
+    chosen["biases_compared"] = rest.pop("biases_compared", True)
     vectors = (random(batch, seq, heads, head_dim).transpose(1, 2) for _ in range(3))
-    chosen |= {"bias": bias, "biases_compared": rest.pop("biases_compared", True)}
     return Case(*vectors, PositionTerms(scale, **chosen, lowest=lowest, highest=highest), ids, **rest)
 
 
-def answer(case, backend, dropout=0.0):
-    """Context of the valid tokens, and the gradients of a weighted sum of it."""
-    context, _ = backend(case.attending(dropout))
-    context = context * case.valid
-    return context, *torch.autograd.grad((context * case.weight()).sum(), case.inputs)
+def answer(case, backend, dropout=0.0, heads=()):
+    """Context of the valid tokens, HCD's sum if heads are compared, and the gradients of a weighted sum of both."""
+    context, cosine = backend(case.attending(dropout, heads))
+    assert (cosine is None) == (len(heads) == 0)
+    found = (context * case.valid,) if cosine is None else (context * case.valid, cosine)
+    loss = (found[0] * case.weight()).sum() + sum(found[1:])
+    return *found, *torch.autograd.grad(loss, case.inputs)
 
 
 def reference(case):
@@ -97,11 +106,7 @@ def reference_with_mask(case, keep, dropout):
     """Eager attention in float64 under a given dropout mask `[b, h, s, s]`."""
 
     def backend(attending):
-        query, key, value, terms, document_ids, *_ = attending
-        ids = document_ids[:, None]
-        allowed = (ids[..., None] == ids[..., None, :]) & (ids > 0)[..., None]
-        logits = attention_logits(query, key, terms).masked_fill(~allowed, torch.finfo(query.dtype).min)
-        return (logits.softmax(-1) * keep / (1 - dropout)) @ value, None
+        return attention_map(attending) * keep / (1 - dropout) @ attending.value, None
 
     return answer(case.to("cpu", torch.float64), backend)
 

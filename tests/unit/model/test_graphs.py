@@ -5,36 +5,35 @@ gradients of many micro-batches are those without graphs.
 """
 
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig, TrainingConfig, encoding_class
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.engine.layout import GradientSums, Setup, WeightedLoss
 from megatron_ddrp.engine.step import MicroBatch
 from megatron_ddrp.model import fused, graphs
-from megatron_ddrp.model.attention.logits import spread
-from megatron_ddrp.model.bert import SampleKeys, build_model
+from megatron_ddrp.model.bert import build_model
 from megatron_ddrp.model.graphs import ModelGraphs
 from megatron_ddrp.model.positions.absolute import set_theta
 from megatron_ddrp.parallel.process_group import Ranks
 from tests.emulated_graphs import Capture, Emulator, captured_shapes
 from tests.refusals import refused
-from tests.unit.model.tiny import encode, gradients, some_draws, tiny_batch, tiny_model
+from tests.unit.model.tiny import encode, gradients, packed_batch, some_draws, tiny_batch, tiny_model, with_keys
 
 ROWS, SEQ, VOCABULARY = 2, 8, 40
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-FULL, PADDED = [[1] * 8, [1] * 8], [[1] * 8, [1] * 5 + [0] * 3]
-PACKED = [[1] * 3 + [2] * 5, [1] * 4 + [2] * 2 + [0] * 2]
+Rows = Callable[..., Batch]
+"""Rows by `seed` and the number of predicted tokens."""
 assert_same_answers = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
@@ -48,16 +47,22 @@ def config_of(encoding: str, objective: str = "mth", **model: Any) -> Config:
     return Config(model=ModelConfig(**settings), objective=ObjectiveConfig(objective=objective), training=batch)
 
 
-def micro_batch(config: Config, step: int, documents: list[list[int]]) -> MicroBatch:
-    """Return rows of random tokens for a step, with every third one predicted."""
-    document_ids = np.array(documents)
-    random = np.random.default_rng(step)
-    ids = random.integers(5, config.model.vocab_size, document_ids.shape)
-    place = np.arange(document_ids.shape[1])
-    begins = np.where(np.diff(document_ids, prepend=0), place, 0)
-    positions = np.where(document_ids > 0, place - np.maximum.accumulate(begins, axis=1), 0)
-    labels = np.where((document_ids > 0) & ((place + step) % 3 == 0), ids, IGNORED_LABEL)
-    arrays = Batch(ids, labels, document_ids, positions, ids * 0, document_ids)
+def rows_of(*lengths: int) -> Rows:
+    """Return rows of one document each."""
+    return partial(tiny_batch, lengths, SEQ, VOCABULARY)
+
+
+def packed_rows(**settings: int) -> Batch:
+    """Return two rows of two documents each, the second with padding."""
+    return packed_batch(tiny_batch((3, 5, 4, 2), SEQ, VOCABULARY, **settings), [[0, 1], [2, 3]])
+
+
+FULL, PADDED, PACKED = rows_of(8, 8), rows_of(8, 5), packed_rows
+
+
+def micro_batch(config: Config, step: int, rows: Rows) -> MicroBatch:
+    """Return rows for a step; the number of predicted tokens differs from step to step."""
+    arrays = rows(seed=step, predicted=1 + step % 2).map(Tensor.numpy)
     return MicroBatch.of(arrays, Setup(config, Ranks(0, 1, CPU)).at(step), step)
 
 
@@ -81,10 +86,10 @@ def training(model: Any, config: Config, steps: list[MicroBatch], model_graphs: 
     return found
 
 
-def assert_equal_with_graphs(config: Config, rows: list[list[list[int]]], shapes: list[int]) -> None:
+def assert_equal_with_graphs(config: Config, rows: list[Rows], shapes: list[int]) -> None:
     """Compare micro-batches of these rows with and without graphs, bit for bit; `shapes` were captured."""
     model, model_graphs = model_of(config), ModelGraphs(Emulator)
-    steps = [micro_batch(config, number, documents) for number, documents in enumerate(rows)]
+    steps = [micro_batch(config, number, each) for number, each in enumerate(rows)]
     answers = [training(model, config, steps, used) for used in (None, model_graphs)]
     assert captured_shapes(model_graphs) == shapes
     assert_same_answers(*answers)
@@ -105,11 +110,10 @@ def test_the_gradients_of_all_micro_batches_but_the_last_are_added_without_autog
     assert add.call_count == 2 * config.model.num_layers  # in micro-batches 3 and 5; the first has no graphs yet
 
 
-REPEATED: list[tuple[str, str, dict[str, Any], list[int]]] = [
-    *((encoding, "mlm", {}, [2]) for encoding in ENCODINGS),
-    *((encoding, "mth", {"attention_backend": "sdpa"}, [2]) for encoding in ENCODINGS),
-]
-PACKED_TOO: list[tuple[str, str, dict[str, Any], list[int]]] = [
+Case = tuple[str, str, dict[str, Any], list[int]]
+"""Encoding, objective, changes of the model, and the shapes that are captured."""
+REPEATED: list[Case] = [(encoding, "mth", {"attention_backend": "sdpa"}, [2]) for encoding in ENCODINGS]
+PACKED_TOO: list[Case] = [
     ("ddrp", "electra", {}, [2, 2]),
     ("tupe-r", "rtd", {"num_layers": 4}, [2, 2]),
     ("rope", "token-contrast", {"local_attention": 4, "global_every": 2}, [2]),
@@ -119,7 +123,7 @@ PACKED_TOO: list[tuple[str, str, dict[str, Any], list[int]]] = [
 
 
 @pytest.mark.parametrize("case", REPEATED + PACKED_TOO, ids=lambda case: "-".join(case[:2]))
-def test_graphs_repeat_sums_and_gradients_to_the_last_bit(case: tuple[str, str, dict[str, Any], list[int]]) -> None:
+def test_graphs_repeat_sums_and_gradients_to_the_last_bit(case: Case) -> None:
     encoding, objective, changes, shapes = case
     rows = [PACKED, PADDED, PADDED, PACKED, PACKED, PADDED]
     rows = rows if case in PACKED_TOO else [FULL, FULL, PADDED, FULL, PADDED, PADDED]
@@ -146,21 +150,17 @@ def one_model(encoding: str = "ddrp", seen: int = 0, **changes: Any) -> tuple[Co
     return config, model, steps
 
 
-def rows_with_graphs(model: Any) -> list[int]:
-    """Return the numbers of rows of the shapes that the one part of a model has captured."""
-    (part,) = model.graphs.parts.values()
-    return sorted(captured.state.hidden.shape[0] for captured in part.captured.values())
-
-
 def test_a_shape_is_captured_when_it_occurs_again_and_few_shapes_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs in use outlive those that rest longer: of two models one uses the shape of one row on and on."""
     monkeypatch.setattr(graphs, "IDLE_PASSES", 6)
     config, model, _ = one_model()
 
     def take(model: Any, *counts: int) -> list[int]:
+        """Return the numbers of rows of the shapes that have graphs then."""
         for number, count in enumerate(counts):
-            model(*micro_batch(config, number, [[1] * SEQ] * count).inputs)
-        return rows_with_graphs(model)
+            model(*micro_batch(config, number, rows_of(*[SEQ] * count)).inputs)
+        (part,) = model.graphs.parts.values()
+        return sorted(captured.state.hidden.shape[0] for captured in part.captured.values())
 
     for count, captured in ((1, 0), (1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3), (4, 4)):
         assert len(take(model, count)) == captured
@@ -307,18 +307,16 @@ COMPILED = {
 @pytest.mark.parametrize("changes", COMPILED.values(), ids=COMPILED)
 def test_a_compiled_model_has_the_sums_and_gradients_of_the_other_and_drops_nothing_in_evaluation(changes, traced):
     batch = tiny_batch()
-    keys = SampleKeys(torch.arange(batch.labels.numel()).view_as(batch.labels))
     answers = []
     for setting in ("off", "on"):
         model = tiny_model(compile=setting, **changes)
-        sums = model(batch, some_draws(batch)._replace(own=keys)).sums
+        sums = model(batch, with_keys(batch, some_draws(batch))).sums
         answers.append({"sums": sums, **gradients(model, sums, range(1, 1 + len(sums)))})
     torch.testing.assert_close(answers[1], answers[0])
     stats = torch._dynamo.utils.counters["stats"]
     found = stats["unique_graphs"]
     for shorter in (tiny_batch((5, 4), 5), tiny_batch((6, 3, 1, 2), 6)):  # rows of every length share the graphs
-        own = SampleKeys(torch.arange(shorter.labels.numel()).view_as(shorter.labels))
-        gradients(model, model(shorter, some_draws(shorter)._replace(own=own)).sums)
+        gradients(model, model(shorter, with_keys(shorter, some_draws(shorter))).sums)
     assert stats["unique_graphs"] == found > 0
     dropping = (tiny_model(compile=setting, **changes, hidden_dropout=0.5).eval() for setting in ("on", "off"))
     torch.testing.assert_close(*(encode(model, batch) for model in dropping))
@@ -362,13 +360,6 @@ def test_models_of_many_widths_share_no_code_and_beyond_the_limit_of_variants_a_
             hidden, added = (torch.randn(2, 3, 4, requires_grad=needed) for needed in grad)
             assert torch.equal(fused.run_compiled(fused.add, (hidden, added), 0.0), hidden + added)
     assert len(compiled) == 26
-
-
-def test_position_terms_trace_without_a_break():
-    torch.compiler.reset()
-    per_offset = torch.randn(2, 5, 4, requires_grad=True)
-    traced_spread = torch.compile(spread, fullgraph=True, backend="aot_eager")
-    assert torch.equal(traced_spread(per_offset, -1, 2), spread(per_offset, -1, 2))
 
 
 def test_compile_acts_by_setting_device_and_triton(monkeypatch, tmp_path):
