@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.reference.objectives import cosine, hcd, mean_pairwise_cosine, tcd
+from tests.reference.objectives import cosine, hcd, mean_pairwise_cosine, probabilities, tcd
 
 
 def token_similarity(hidden: list[Tensor]) -> float:
@@ -39,14 +39,8 @@ def head_similarity(logits: list[list[Tensor]]) -> list[float]:
 
 
 def softmax(logits: Tensor) -> Tensor:
-    """Over the last dimension of `[heads, n, n]`, entry by entry."""
-    maps = torch.zeros_like(logits)
-    heads, rows, columns = map(range, logits.shape)
-    for head, i in itertools.product(heads, rows):
-        total = sum(torch.exp(logits[head, i, j]) for j in columns)
-        for j in columns:
-            maps[head, i, j] = torch.exp(logits[head, i, j]) / total
-    return maps
+    """Over the last dimension of `[heads, n, n]`."""
+    return probabilities(logits, list(range(logits.shape[-1])))
 
 
 def up_and_down(one_map: Tensor) -> tuple[float, float]:

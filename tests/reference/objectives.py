@@ -15,14 +15,11 @@ eq. 15 and 16. Valid = not padding; specials are valid. For a packed row, `valid
 that each packed one counts as its own. Samples are given, not drawn. A zero vector has no cosine: the twins then return
 nan.
 
-ELECTRA's replaced-token detection and generator's input (Clark et al., arXiv:2003.10555). The generator's input, as in
-the authors' code: word + segment + absolute position embedding of the discriminator, where it has the last; its
-LayerNorm; then a linear map to the generator's width. A token counts as replaced where the discriminator's input
-differs from the original. For a token with logit z, p = 1 / (1 + exp(−z)) is the probability of "replaced", and the
-loss is −log p if it was, −log(1 − p) if it was not, summed over every token that is not padding.
+ELECTRA's replaced-token detection (Clark et al., arXiv:2003.10555). A token counts as replaced where the
+discriminator's input differs from the original. For a token with logit z, p = 1 / (1 + exp(−z)) is the probability of
+"replaced", and the loss is −log p if it was, −log(1 − p) if it was not, summed over every token that is not padding.
 
-DeBERTaV3's replaced-token detection (He et al., arXiv:2111.09543, section 3, and its released code). Token embeddings
-of the discriminator: E_D = sg(E_G) + E_Δ, here as the table it stands for. The head:
+DeBERTaV3's head of replaced-token detection (He et al., arXiv:2111.09543, section 3, and its released code):
 y_t = W₂ · gelu(W₁ · LN(h_[CLS] + h_t)), [CLS] being the first token of t's own document.
 
 SimCTG's contrastive loss (arXiv:2202.06417, eq. 2), over the n tokens of each sequence with hidden states h:
@@ -112,21 +109,6 @@ def hcd(
     return sum(mean_pairwise_cosine(vectors) for vectors in flat) / len(flat)
 
 
-def generator_input(
-    params: dict[str, Tensor], tokens: list[int], segments: list[int], places: list[int], eps: float = 1e-12
-) -> Tensor:
-    """`[S, generator's width]` from `token` `[vocab, D]`, `segment` `[2, D]`, `norm.weight`, `norm.bias` `[D]`.
-
-    `absolute` `[max length, D]` may be there; `projection.weight` is `[out, in]`, `projection.bias` `[out]`.
-    """
-    rows = []
-    for token, segment, place in zip(tokens, segments, places, strict=True):
-        vector = params["token"][token] + params["segment"][segment]
-        rows.append(vector + params["absolute"][place] if "absolute" in params else vector)
-    normalised = layer_norm(torch.stack(rows), params["norm.weight"], params["norm.bias"], eps)
-    return linear(normalised, params["projection.weight"], params["projection.bias"])
-
-
 def replaced_token_detection(
     logits: Tensor, discriminator_ids: list[list[int]], original_ids: list[list[int]], valid: list[list[bool]]
 ) -> tuple[Tensor, int, int, int]:
@@ -141,12 +123,6 @@ def replaced_token_detection(
         replaced += was_replaced
         found += was_replaced and says_replaced
     return loss, right, replaced, found
-
-
-def discriminator_table(generators: Tensor, difference: Tensor) -> Tensor:
-    """`[vocab, D]` each: row by row the constant that the generator's row is, plus the difference."""
-    pairs = zip(generators, difference, strict=True)
-    return torch.stack([torch.tensor(row.tolist(), dtype=torch.float64) + change for row, change in pairs])
 
 
 def contextual_logits(hidden: Tensor, documents: list[int], params: dict[str, Tensor], eps: float = 1e-12) -> Tensor:

@@ -1,7 +1,8 @@
 """Slow twins of every position encoding's attention logits, before any padding mask, and of DeBERTa's mask decoder.
 
 i = query, j = key: the tokens' position numbers, which restart in a packed row, not their indices. Pairs of different
-documents get values too; softmax never sees them. Everything is torch.float64 and differentiable.
+documents get values too; softmax never sees them. Everything is torch.float64 and differentiable. Each twin takes query
+and key `[heads, S, d]` and the S position numbers, and returns the logits before any padding mask, `[heads, S, S]`.
 
 "Better Pre-Training by Reducing Representation Confusion":
 
@@ -89,11 +90,13 @@ Scores = Callable[[Tensor, Tensor], Tensor]
 """The logits `[heads, S, S]` as a function of query and key `[heads, S, d]`."""
 
 
-def over_pairs(heads: int, positions: list[int], entry: Callable[[int, int, int, int, int], Tensor]) -> Tensor:
-    """`[heads, S, S]` of entry(head, a, b, i, j) for tokens a and b at the position numbers i and j."""
-    pairs = [(a, b, i, j) for a, i in enumerate(positions) for b, j in enumerate(positions)]
-    entries = [entry(head, *pair) for head in range(heads) for pair in pairs]
-    return torch.stack(entries).reshape(heads, len(positions), len(positions))
+def over_pairs(query: Tensor, key: Tensor, positions: list[int], entry: Callable[..., Tensor]) -> Tensor:
+    """`[heads, S, S]` of entry(q, k, head, i, j) for each query q `[d]` at position i and each key k at position j."""
+    entries = []
+    for head, (queries, keys) in enumerate(zip(query, key, strict=True)):
+        for q, i in zip(queries, positions, strict=True):
+            entries += [entry(q, k, head, i, j) for k, j in zip(keys, positions, strict=True)]
+    return torch.stack(entries).reshape(len(query), len(positions), len(positions))
 
 
 def clip(difference: int, low: int, high: int) -> int:
@@ -102,24 +105,20 @@ def clip(difference: int, low: int, high: int) -> int:
 
 
 def absolute_scores(query: Tensor, key: Tensor) -> Tensor:
-    """BERT's logits, eq. 2, before any padding mask: query, key `[heads, S, d]` to `[heads, S, S]`."""
-    heads, seq, d = query.shape
-    return over_pairs(heads, list(range(seq)), lambda h, a, b, i, j: dot(query[h, a], key[h, b]) / math.sqrt(d))
+    """BERT's logits, eq. 2."""
+    places = list(range(query.shape[1]))
+    return over_pairs(query, key, places, lambda q, k, *_: dot(q, k) / math.sqrt(len(q)))
 
 
 def bert_r_scores(query: Tensor, key: Tensor, relative: Tensor, positions: list[int]) -> Tensor:
-    """BERT-R logits, eq. 4, before any padding mask: `[heads, S, S]`.
-
-    query, key: `[heads, S, d]`. relative: K^r `[2 · r_s, d]`, shared by the heads. positions: as for DDRP.
-    """
-    heads, _, head_dim = query.shape
+    """BERT-R logits, eq. 4; relative: K^r `[2 · r_s, d]`, shared by the heads."""
     relative_distance = relative.shape[0] // 2
 
-    def entry(head: int, a: int, b: int, i: int, j: int) -> Tensor:
+    def entry(q: Tensor, k: Tensor, _head: int, i: int, j: int) -> Tensor:
         sigma = clip(i - j, -relative_distance, relative_distance - 1) + relative_distance
-        return dot(query[head, a], key[head, b] + relative[sigma]) / math.sqrt(head_dim)
+        return dot(q, k + relative[sigma]) / math.sqrt(len(q))
 
-    return over_pairs(heads, positions, entry)
+    return over_pairs(query, key, positions, entry)
 
 
 def ddrp_row(direction: Tensor, distance: Tensor, i: int, j: int) -> Tensor:
@@ -135,18 +134,12 @@ def ddrp_row(direction: Tensor, distance: Tensor, i: int, j: int) -> Tensor:
 
 
 def ddrp_scores(query: Tensor, key: Tensor, direction: Tensor, distance: Tensor, positions: list[int]) -> Tensor:
-    """DDRP logits, eq. 9, before any padding mask: `[heads, S, S]`.
+    """DDRP logits, eq. 9; direction `[3, d]` and distance `[r_s, d]` are shared by the heads."""
 
-    query, key: `[heads, S, d]`. direction `[3, d]` and distance `[r_s, d]` are shared by the heads.
-    positions: the S position numbers; token a sits at position `positions[a]`.
-    """
-    heads, _, head_dim = query.shape
+    def entry(q: Tensor, k: Tensor, _head: int, i: int, j: int) -> Tensor:
+        return dot(q, k + ddrp_row(direction, distance, i, j)) / math.sqrt(len(q))
 
-    def entry(head: int, a: int, b: int, i: int, j: int) -> Tensor:
-        placed_key = key[head, b] + ddrp_row(direction, distance, i, j)  # [d]
-        return dot(query[head, a], placed_key) / math.sqrt(head_dim)
-
-    return over_pairs(heads, positions, entry)
+    return over_pairs(query, key, positions, entry)
 
 
 @cache
@@ -165,14 +158,12 @@ def t5_bucket(offset: int, largest: int = MAX_DISTANCE) -> int:
 
 
 def t5_scores(query: Tensor, key: Tensor, table: Tensor, positions: list[int], largest: int) -> Tensor:
-    """T5's logits before any padding mask: query, key `[heads, S, d]`, table `[32, heads]` to `[heads, S, S]`."""
-    heads, _, head_dim = query.shape
+    """T5's logits; table `[32, heads]`."""
 
-    def entry(head: int, a: int, b: int, i: int, j: int) -> Tensor:
-        content = dot(query[head, a], key[head, b]) / math.sqrt(head_dim)
-        return content + table[t5_bucket(j - i, largest), head]
+    def entry(q: Tensor, k: Tensor, head: int, i: int, j: int) -> Tensor:
+        return dot(q, k) / math.sqrt(len(q)) + table[t5_bucket(j - i, largest), head]
 
-    return over_pairs(heads, positions, entry)
+    return over_pairs(query, key, positions, entry)
 
 
 def tupe_bucket(i: int, j: int, max_distance: int = MAX_DISTANCE) -> int:
@@ -184,57 +175,53 @@ def tupe_position_term(params: dict[str, Tensor], positions: list[int], num_head
     """The content-independent logits of TUPE-A: `[heads, S, S]`.
 
     params: `table` `[max length + 1, D]`; `norm.weight`, `norm.bias` `[D]`; `query.weight`, `key.weight` `[D, D]` as
-    `[out, in]` and `query.bias`, `key.bias` `[D]` (U^Q and U^K). positions: the S position numbers.
+    `[out, in]` and `query.bias`, `key.bias` `[D]` (U^Q and U^K).
     """
     places = layer_norm(params["table"], params["norm.weight"], params["norm.bias"], eps)  # [max length + 1, D]
     asking = split_heads(linear(places, params["query.weight"], params["query.bias"]), num_heads)
     asked = split_heads(linear(places, params["key.weight"], params["key.bias"]), num_heads)
     head_dim = asking.shape[2]
 
-    def entry(head: int, _a: int, _b: int, i: int, j: int) -> Tensor:
+    def entry(head: int, i: int, j: int) -> Tensor:
         # theta_1, theta_2 and all others
         left, right = (0, 0) if i == 0 else (1, 1) if j == 0 else (i + 1, j + 1)
         return dot(asking[head, left], asked[head, right]) / math.sqrt(2 * head_dim)
 
-    return over_pairs(num_heads, positions, entry)
+    entries = [entry(head, i, j) for head in range(num_heads) for i in positions for j in positions]
+    return torch.stack(entries).reshape(num_heads, len(positions), len(positions))
 
 
 def tupe_scores(
     query: Tensor, key: Tensor, params: dict[str, Tensor], positions: list[int], max_distance: int = MAX_DISTANCE
 ) -> Tensor:
-    """TUPE's logits before any padding mask: query, key `[heads, S, d]` to `[heads, S, S]`.
+    """TUPE's logits.
 
     params: as for `tupe_position_term`; with `buckets` `[33, heads]` it is TUPE-R, without it TUPE-A.
     """
-    heads, _, head_dim = query.shape
-    untied = tupe_position_term(params, positions, heads)
 
-    def entry(head: int, a: int, b: int, i: int, j: int) -> Tensor:
-        total = dot(query[head, a], key[head, b]) / math.sqrt(2 * head_dim) + untied[head, a, b]
-        return total + params["buckets"][tupe_bucket(i, j, max_distance), head] if "buckets" in params else total
+    def entry(q: Tensor, k: Tensor, head: int, i: int, j: int) -> Tensor:
+        content = dot(q, k) / math.sqrt(2 * len(q))
+        return content + params["buckets"][tupe_bucket(i, j, max_distance), head] if "buckets" in params else content
 
-    return over_pairs(heads, positions, entry)
+    return over_pairs(query, key, positions, entry) + tupe_position_term(params, positions, len(query))
 
 
 def deberta_scores(query: Tensor, key: Tensor, params: dict[str, Tensor], positions: list[int]) -> Tensor:
-    """DeBERTa's logits before any padding mask: query, key `[heads, S, d]` to `[heads, S, S]`.
+    """DeBERTa's logits.
 
     params: `table` P `[2k, D]`; `key.weight` W^{K,r} and `query.weight` W^{Q,r} `[D, D]` as `[out, in]`, `query.bias`
-    `[D]`; the released code gives W^{K,r} no bias. positions: the S position numbers.
+    `[D]`; the released code gives W^{K,r} no bias.
     """
-    heads, _, head_dim = query.shape
     span = params["table"].shape[0] // 2  # k
-    place_key = split_heads(linear(params["table"], params["key.weight"], None), heads)  # [heads, 2k, d]
-    place_query = split_heads(linear(params["table"], params["query.weight"], params["query.bias"]), heads)
+    place_key = split_heads(linear(params["table"], params["key.weight"], None), len(query))  # [heads, 2k, d]
+    place_query = split_heads(linear(params["table"], params["query.weight"], params["query.bias"]), len(query))
 
-    def entry(head: int, a: int, b: int, i: int, j: int) -> Tensor:
+    def entry(q: Tensor, k: Tensor, head: int, i: int, j: int) -> Tensor:
         delta = clip(i - j + span, 0, 2 * span - 1)
-        content_to_content = dot(query[head, a], key[head, b])
-        content_to_position = dot(query[head, a], place_key[head, delta])
-        position_to_content = dot(key[head, b], place_query[head, delta])
-        return (content_to_content + content_to_position + position_to_content) / math.sqrt(3 * head_dim)
+        content_to_position, position_to_content = dot(q, place_key[head, delta]), dot(k, place_query[head, delta])
+        return (dot(q, k) + content_to_position + position_to_content) / math.sqrt(3 * len(q))
 
-    return over_pairs(heads, positions, entry)
+    return over_pairs(query, key, positions, entry)
 
 
 def enhanced_mask_decoder(
@@ -277,25 +264,6 @@ def deberta_v2_row(offset: int, number: int, table: list[int]) -> int:
     return clip((far if offset > 0 else -far) + number, 0, 2 * number - 1)
 
 
-def deberta_v2_scores(
-    query: Tensor, key: Tensor, place_query: Tensor, place_key: Tensor, positions: list[int], longest: int
-) -> Tensor:
-    """The logits before any padding mask: query, key `[heads, S, d]` to `[heads, S, S]`.
-
-    place_query Q^r, place_key K^r: `[heads, 2b, d]`. positions: the S position numbers. longest: M.
-    """
-    heads, _, head_dim = query.shape
-    number = place_key.shape[1] // 2
-    table = deberta_v2_buckets(number, longest)
-
-    def entry(head: int, a: int, b: int, i: int, j: int) -> Tensor:
-        delta = deberta_v2_row(i - j, number, table)
-        of_query = dot(query[head, a], key[head, b] + place_key[head, delta])
-        return (of_query + dot(key[head, b], place_query[head, delta])) / math.sqrt(3 * head_dim)
-
-    return over_pairs(heads, positions, entry)
-
-
 def turned(vector: Tensor, place: int, theta: float = THETA) -> Tensor:
     """A query or key `[d]` turned to its place, pairs being t and t + d/2."""
     size, half, numbers = len(vector), len(vector) // 2, list(vector)
@@ -307,16 +275,6 @@ def turned(vector: Tensor, place: int, theta: float = THETA) -> Tensor:
     return torch.stack(numbers)
 
 
-def rope_scores(query: Tensor, key: Tensor, positions: list[int], theta: float = THETA) -> Tensor:
-    """RoFormer's logits before any padding mask: query, key `[heads, S, d]` to `[heads, S, S]`."""
-    heads, _, head_dim = query.shape
-
-    def entry(head: int, a: int, b: int, i: int, j: int) -> Tensor:
-        return dot(turned(query[head, a], i, theta), turned(key[head, b], j, theta)) / math.sqrt(head_dim)
-
-    return over_pairs(heads, positions, entry)
-
-
 def alibi_slopes(heads: int) -> list[float]:
     """The slopes of `heads` heads: the rule for powers of two, and its mixture for others."""
     power = 2 ** math.floor(math.log2(heads))
@@ -326,84 +284,89 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def alibi_scores(query: Tensor, key: Tensor, left: list, right: list, positions: list[int]) -> Tensor:
-    """ALiBi's logits before any padding mask, with each head's slopes to the left and to the right."""
-    heads, _, head_dim = query.shape
+    """ALiBi's logits, with each head's slopes to the left and to the right."""
 
-    def entry(head: int, a: int, b: int, i: int, j: int) -> Tensor:
+    def entry(q: Tensor, k: Tensor, head: int, i: int, j: int) -> Tensor:
         bias = left[head] * (i - j) if j < i else right[head] * (j - i)
-        return dot(query[head, a], key[head, b]) / math.sqrt(head_dim) - bias
+        return dot(q, k) / math.sqrt(len(q)) - bias
 
-    return over_pairs(heads, positions, entry)
-
-
-def of_weights(scores: Callable[..., Tensor], *names: str) -> Callable[..., Scores]:
-    """The twin whose logits depend on so many weights of the encoding and on the positions alone."""
-    return lambda encoding, _layer_part, positions: (
-        lambda query, key: scores(query, key, *(getattr(encoding, name) for name in names), positions)
-    )
+    return over_pairs(query, key, positions, entry)
 
 
-def t5(encoding: nn.Module, _layer_part: nn.Module, positions: list[int]) -> Scores:
-    return lambda query, key: t5_scores(query, key, encoding.relative, positions, encoding.largest_distance)
+def bert_r(query: Tensor, key: Tensor, encoding: nn.Module, _part: nn.Module, positions: list[int]) -> Tensor:
+    return bert_r_scores(query, key, encoding.relative, positions)
 
 
-def alibi(_encoding: nn.Module, _layer_part: nn.Module, positions: list[int]) -> Scores:
-    return lambda query, key: alibi_scores(query, key, *[alibi_slopes(len(query))] * 2, positions)
+def ddrp(query: Tensor, key: Tensor, encoding: nn.Module, _part: nn.Module, positions: list[int]) -> Tensor:
+    return ddrp_scores(query, key, encoding.direction, encoding.distance, positions)
 
 
-def tupe(encoding: nn.Module, _layer_part: nn.Module, positions: list[int]) -> Scores:
+def t5(query: Tensor, key: Tensor, encoding: nn.Module, _part: nn.Module, positions: list[int]) -> Tensor:
+    return t5_scores(query, key, encoding.relative, positions, encoding.largest_distance)
+
+
+def alibi(query: Tensor, key: Tensor, _encoding: nn.Module, _part: nn.Module, positions: list[int]) -> Tensor:
+    return alibi_scores(query, key, *[alibi_slopes(len(query))] * 2, positions)
+
+
+def alibi_asym(query: Tensor, key: Tensor, encoding: nn.Module, _part: nn.Module, positions: list[int]) -> Tensor:
+    left, right = ([(1 + a.exp()).log() for a in slopes] for slopes in (encoding.left, encoding.right))
+    return alibi_scores(query, key, left, right, positions)
+
+
+def tupe(query: Tensor, key: Tensor, encoding: nn.Module, _part: nn.Module, positions: list[int]) -> Tensor:
     modules = {"norm": encoding.norm, "query": encoding.query, "key": encoding.key}
     params = {f"{name}.{part}": getattr(modules[name], part) for name in modules for part in ("weight", "bias")}
     params |= {"table": encoding.table} | ({"buckets": encoding.relative} if hasattr(encoding, "relative") else {})
-    distance = getattr(encoding, "largest_distance", MAX_DISTANCE)
-    return lambda query, key: tupe_scores(query, key, params, positions, distance)
+    return tupe_scores(query, key, params, positions, getattr(encoding, "largest_distance", MAX_DISTANCE))
 
 
-def deberta(encoding: nn.Module, layer_part: nn.Module, positions: list[int]) -> Scores:
-    params = {"key.weight": layer_part.key.weight, "query.weight": layer_part.query.weight}
-    params |= {"table": encoding.relative, "query.bias": layer_part.query.bias}
-    return lambda query, key: deberta_scores(query, key, params, positions)
+def deberta(query: Tensor, key: Tensor, encoding: nn.Module, part: nn.Module, positions: list[int]) -> Tensor:
+    params = {"key.weight": part.key.weight, "query.weight": part.query.weight}
+    params |= {"table": encoding.relative, "query.bias": part.query.bias}
+    return deberta_scores(query, key, params, positions)
 
 
 def deberta_v2(
-    encoding: nn.Module, _layer_part: nn.Module, positions: list[int], query_map: nn.Linear, key_map: nn.Linear
-) -> Scores:
-    def scores(query: Tensor, key: Tensor) -> Tensor:
-        states = layer_norm(encoding.relative, encoding.norm.weight, encoding.norm.bias, EPS)
-        of_query, of_key = (
-            split_heads(linear(states, each.weight, each.bias), len(query)) for each in (query_map, key_map)
-        )
-        return deberta_v2_scores(query, key, of_query, of_key, positions, encoding.longest)
+    query: Tensor, key: Tensor, encoding: nn.Module, _part: nn.Module, positions: list[int], *maps: nn.Linear
+) -> Tensor:
+    states = layer_norm(encoding.relative, encoding.norm.weight, encoding.norm.bias, EPS)  # [2b, D]
+    place_query, place_key = (split_heads(linear(states, each.weight, each.bias), len(query)) for each in maps)
+    number = len(states) // 2
+    table = deberta_v2_buckets(number, encoding.longest)
 
-    return scores
+    def entry(q: Tensor, k: Tensor, head: int, i: int, j: int) -> Tensor:
+        delta = deberta_v2_row(i - j, number, table)
+        return (dot(q, k + place_key[head, delta]) + dot(k, place_query[head, delta])) / math.sqrt(3 * len(q))
 
-
-def rope(_encoding: nn.Module, layer_part: nn.Module, positions: list[int]) -> Scores:
-    local = layer_part.is_local and layer_part.local_theta is not None
-    theta = layer_part.local_theta if local else layer_part.theta
-    return lambda query, key: rope_scores(query, key, positions, theta)
+    return over_pairs(query, key, positions, entry)
 
 
-def alibi_asym(encoding: nn.Module, _layer_part: nn.Module, positions: list[int]) -> Scores:
-    left, right = ([(1 + a.exp()).log() for a in slopes] for slopes in (encoding.left, encoding.right))
-    return lambda query, key: alibi_scores(query, key, left, right, positions)
+def rope(query: Tensor, key: Tensor, _encoding: nn.Module, part: nn.Module, positions: list[int]) -> Tensor:
+    theta = part.local_theta if part.is_local and part.local_theta is not None else part.theta
+
+    def entry(q: Tensor, k: Tensor, _head: int, i: int, j: int) -> Tensor:
+        return dot(turned(q, i, theta), turned(k, j, theta)) / math.sqrt(len(q))
+
+    return over_pairs(query, key, positions, entry)
 
 
-TWINS: dict[str, Callable[..., Scores]] = {
-    "absolute": lambda *_: absolute_scores,
+TWINS: dict[str, Callable[..., Tensor]] = {
+    "absolute": lambda query, key, *_: absolute_scores(query, key),
     "alibi": alibi,
     "alibi-asym": alibi_asym,
-    "bert-r": of_weights(bert_r_scores, "relative"),
-    "ddrp": of_weights(ddrp_scores, "direction", "distance"),
+    "bert-r": bert_r,
+    "ddrp": ddrp,
     "deberta": deberta,
     "deberta-v2": deberta_v2,
-    "nope": lambda *_: absolute_scores,
+    "nope": lambda query, key, *_: absolute_scores(query, key),
     "rope": rope,
     "t5": t5,
     "tupe-a": tupe,
     "tupe-r": tupe,
 }
-"""Encoding → its twin: the `PositionEncoding` in use, a layer's part of it and the S position numbers to the logits.
+"""Encoding → its twin: query and key, the `PositionEncoding` in use, a layer's part of it and the S position numbers to
+the logits.
 
 A twin of a layer's part that uses the layer's linear maps of queries and keys takes these two as well.
 """

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig, encoding_class
+from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
-from megatron_ddrp.model.bert import SampleKeys
-from megatron_ddrp.model.positions import LayerPositions
 from megatron_ddrp.model.stages import Draws, layout_of
 from tests.refusals import refused
 from tests.unit.model.tiny import (
@@ -27,6 +25,7 @@ from tests.unit.model.tiny import (
     tiny_batch,
     tiny_config,
     tiny_model,
+    with_keys,
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -53,8 +52,11 @@ def test_names_and_shapes_are_the_golden_ones(variant):
     model = build_model(tiny_config(**VARIANTS.get(variant, {"position_encoding": "absolute"})))
     if variant in GENERATORS:
         model = build_model(model.config, objective=GENERATORS[variant])
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    assert shapes == golden(variant)
+    assert shapes_of(model) == golden(variant)
+
+
+def shapes_of(model):
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def golden(variant):
@@ -72,39 +74,24 @@ def test_every_variant_has_its_golden_file_and_no_other_and_pre_norm_adds_one_la
     assert pre - post == {"head.final_norm.weight", "head.final_norm.bias"} and post < pre
 
 
-UNTIED = (512 + 1) * 768 + 2 * 768 + 2 * (768 * 768 + 768)
-"""TUPE-A: the table, its LayerNorm, U^Q and U^K."""
-DISENTANGLED = 12 * (768 * 768 + 768 * 768 + 768)
-"""DeBERTa: W^{K,r} and W^{Q,r} with a bias, in 12 layers."""
-DECODER = 512 * 768
-OF_POSITIONS = {
-    **{"absolute": 393_216, "bert_r": 8_192, "bert_r_per_layer": 98_304, "tupe_a": UNTIED},
-    **{"tupe_r": UNTIED + 33 * 12, "tupe_r_per_layer": 12 * (UNTIED + 33 * 12)},
-    "deberta": 128 * 768 + DISENTANGLED + DECODER,
-    "deberta_per_layer": 12 * 128 * 768 + DISENTANGLED + DECODER,
-    **{"t5": 32 * 12, "deberta_v2": (512 + 2) * 768},
-    **{"ddrp": 4_288, "ddrp_per_layer": 51_456, "ddrp_absolute_embedding": 4_288 + 393_216},
-}
-
-
 def test_parameters_of_bert_base_and_those_of_positions():
+    """The page of encodings has the parameters of each; test_pages.py counts them."""
     total = 109_514_298  # BERT-base with its masked-LM head, without pooler and next-sentence head
     absolute = on_meta_device(ModelConfig(position_encoding="absolute"))
     assert count_parameters(absolute)[0] == total
     assert count_parameters(on_meta_device(ModelConfig()))[0] == total - 512 * 768 + 4_288
     assert absolute.embeddings.token.weight.shape == (30592, 768)  # padded to a multiple of 128
-    found = {name: count_parameters(on_meta_device(ModelConfig(**VARIANTS[name])))[1] for name in OF_POSITIONS}
-    assert found == OF_POSITIONS
-    distances = {name: ModelConfig(position_encoding=name).relative_distance for name in ("t5", "deberta-v2")}
-    assert distances == {"t5": 128, "deberta-v2": 256}
+    expected = {"ddrp_per_layer": 12 * 4_288, "ddrp_absolute_embedding": 4_288 + 512 * 768}
+    found = {name: count_parameters(on_meta_device(ModelConfig(**VARIANTS[name])))[1] for name in expected}
+    assert found == expected
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_initialisation_is_berts(encoding):
     torch.manual_seed(0)
     sizes = {"num_layers": 1, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 2000}
-    distance = None if encoding_class(encoding).relative_distance is None else 512
-    model = build_model(ModelConfig(**sizes, relative_distance=distance, position_encoding=encoding))
+    sizes |= {"relative_distance": 512, "init_method_std": 0.02}
+    model = build_model(tiny_config(**sizes, position_encoding=encoding))
     for name, parameter in model.named_parameters():
         if "norm" in name:
             assert parameter.eq(1.0 if name.endswith("weight") else 0.0).all(), name
@@ -119,17 +106,10 @@ def test_initialisation_is_berts(encoding):
 
 @pytest.mark.parametrize("order", ["post", "pre"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_parameter_learns_under_mth_and_under_mlm_all_but_key_biases(variant, order):
-    """Q_i·b is the same for every key j, so the softmax cancels it. HCD reads the logits before that, DeBERTa's
-    position queries meet the key's bias at every distance anew, and a rotation turns it by every key's place."""
+def test_every_parameter_learns_under_mth(variant, order):
     model, batch = tiny_model(layernorm_position=order, **VARIANTS[variant]), tiny_batch()
     learned = gradients(model, model(batch, some_draws(batch)).sums, (1.0,) * 4)
     assert not [name for name, gradient in learned.items() if not gradient.abs().max() > 1e-6]
-    found = gradients(model, model(batch, Draws.none(3, 2)).sums, (1.0,))
-    rotates = encoding_class(VARIANTS[variant]["position_encoding"]).layer_part.rotate is not LayerPositions.rotate
-    biases = {f"layers.{number}.attention.key.bias" for number in range(2)}
-    expected = set() if rotates or "deberta" in variant else biases
-    assert {name for name, gradient in found.items() if gradient.abs().max() < 1e-12} == expected
 
 
 PACKED = packed_batch(tiny_batch(lengths=(7, 4, 2, 3)), [[0], [1, 2], [3]])
@@ -234,20 +214,21 @@ OPTIONS = {
     "one segment": {"num_segments": 1},
     "no segments": {"num_segments": 0},
     "modern": MODERN,
-    "nomic_bert": {"position_encoding": "rope", "ffn": "swiglu", "bias": False, "norm_bias": True},
-    "eurobert": {**MODERN, "ffn": "swiglu", "norm": "rmsnorm", "first_norm": True, "embedding_norm": False},
     "modern, rmsnorm, wide embeddings": {**MODERN, "norm": "rmsnorm", "embedding_size": 20},
+    "absolute embedding": {"absolute_embedding": True},
 }
+PRE_NORM = {"layernorm_position": "pre", "relative_table": "per-layer"}
+OPTIONS |= {name: {"position_encoding": name} for name in ENCODINGS}
+OPTIONS |= {f"{name}, pre-norm": {"position_encoding": name, **PRE_NORM} for name in ENCODINGS}
+LOCAL = {"local_attention": 5, "global_every": 2, "deberta_emd": True}
+OPTIONS |= {f"{name}, local": {"position_encoding": name, **LOCAL} for name in ("deberta", "deberta-v2", "alibi")}
 
 
 @pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
 def test_model_equals_the_twin(changes):
+    """DeBERTa with its decoder, as it comes; the longest row has offsets on both sides of r_s = 4."""
     model, batch = tiny_model(**changes), tiny_batch(lengths=(6, 1, 3), seq=6)
     assert assert_every_backend_equals_the_twin(model, batch, some_draws(batch))[:3].abs().min() > 1e-3
-
-
-def shapes_of(model):
-    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def test_names_of_the_modern_backbone_and_of_narrow_embeddings():
@@ -271,8 +252,6 @@ def test_names_of_the_modern_backbone_and_of_narrow_embeddings():
     }.items() <= shapes_of(model).items()
     whole = sum(parameter.numel() for parameter in model.parameters())
     assert count_parameters(model)[0] == whole - (128 - 11) * (6 + 1)
-    fresh = build_model(tiny_config(**MODERN))
-    assert [name for name in shapes_of(fresh) if name.endswith("bias")] == ["head.decoder.bias"]
 
 
 def test_a_generator_shares_embeddings_of_any_width():
@@ -281,8 +260,7 @@ def test_a_generator_shares_embeddings_of_any_width():
     model, batch = tiny_model(objective=objective, embedding_size=6, position_encoding="absolute"), tiny_batch()
     expected = {"generator.embeddings.projection.weight": [4, 6], "generator.head.dense.weight": [6, 4]}
     assert expected.items() <= shapes_of(model).items()
-    keys = SampleKeys(torch.arange(batch.labels.numel()).view_as(batch.labels))
-    sums = named_sums(model, batch, some_draws(batch)._replace(own=keys))
+    sums = named_sums(model, batch, with_keys(batch, some_draws(batch)))
     (gradient,) = torch.autograd.grad(sums["lm_loss"], model.embeddings.token.weight)
     assert gradient.abs().max() > 1e-3 and sums["rtd_loss"] > 0
 
@@ -297,6 +275,9 @@ def test_sizes_and_which_layers_are_local():
     config = tiny_config(local_attention=128, global_every=3)
     assert [config.window(layer) for layer in range(7)] == [None, 64, 64, None, 64, 64, None]
     assert tiny_config().window(1) is None
+    layers = tiny_model(local_attention=5, global_every=2).layers
+    assert [layer.attention.window for layer in layers] == [None, 2]
+    assert [layer.layer_position.is_local for layer in layers] == [False, True]
     assert ModelConfig(embedding_size=768) == ModelConfig()
 
 

@@ -97,7 +97,8 @@ def gradients(model, sums, weights=(0.7, 1.3, 0.9)):
     """Gradient of the weighted sum of the first terms by parameter name; zeros where one does not take part."""
     parameters = dict(model.named_parameters())
     total = (sums[: len(weights)] * torch.tensor(weights, dtype=sums.dtype)).sum()
-    values = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    values = torch.autograd.grad(total, list(parameters.values()), **options)
     return dict(zip(parameters, values, strict=True))
 
 
@@ -126,15 +127,6 @@ def norm_of(model):
     return attention.rms_norm if model.config.norm == "rmsnorm" else attention.layer_norm
 
 
-def twin_scores(name, table, projections, place, maps=()):
-    """The twin of one encoding as a function of query and key `[heads, S, d]`.
-
-    table: the `PositionEncoding` in use; projections: the layer's part of it; place: the S position numbers; maps: the
-    layer's linear maps of queries and keys, which a twin takes where the layer's part uses them.
-    """
-    return positions.TWINS[name](table, projections, place, *(maps if projections.uses_maps else ()))
-
-
 def twin_encode(model, batch, row, compared=False, causal=False):
     """H[L−1] and H[L] `[S, D]`, both before a pre-norm model's last norm, and the L logits `[heads, S, S]` of a row,
     with `compared` those that HCD compares."""
@@ -158,7 +150,7 @@ def twin_encode(model, batch, row, compared=False, causal=False):
         before = hidden
 
         def scores(query, key, number=number, layer=layer):
-            found = layer_scores(model, layer, place)(query, key)
+            found = layer_scores(model, layer, place, query, key)
             others = positions.COMPARED.get(model.config.position_encoding) if compared else None
             logits.append(found if others is None else others(query, key))
             return attention.within_window(found, config.window(number), causal)
@@ -171,11 +163,12 @@ def twin_encode(model, batch, row, compared=False, causal=False):
     return before, hidden, logits
 
 
-def layer_scores(model, layer, place):
-    """`twin_scores` of one layer of a model."""
+def layer_scores(model, layer, place, query, key):
+    """The twin of one layer's logits: query, key `[heads, S, d]` to `[heads, S, S]`; place: the S position numbers."""
     table = model.embeddings.position if layer.position is None else layer.position
-    maps = layer.attention.query, layer.attention.key
-    return twin_scores(model.config.position_encoding, table, layer.layer_position, place, maps)
+    part, attention_part = layer.layer_position, layer.attention
+    maps = (attention_part.query, attention_part.key) if part.uses_maps else ()
+    return positions.TWINS[model.config.position_encoding](query, key, table, part, place, *maps)
 
 
 def twin_last_norm(model, hidden):
@@ -192,10 +185,13 @@ def predicted_places(labels):
 def twin_decode(model, batch, row, before, causal=False):
     """DeBERTa's decoder at the predicted places of one row: `[num_predicted, D]`."""
     place, layer, config = batch.position_ids[row].tolist(), model.layers[-1], model.config
-    scores = layer_scores(model, layer, place)
+
+    def scores(query, key):
+        found = layer_scores(model, layer, place, query, key)
+        return attention.within_window(found, config.window(len(model.layers) - 1), causal)
+
     decoded = positions.enhanced_mask_decoder(
-        *(before, model.mask_decoder.absolute.weight, layer_parameters(layer)),
-        lambda query, key: attention.within_window(scores(query, key), config.window(len(model.layers) - 1), causal),
+        *(before, model.mask_decoder.absolute.weight, layer_parameters(layer), scores),
         *(batch.document_ids[row].tolist(), place, predicted_places(batch.labels[row])),
         *(config.num_attention_heads, EPS, config.layernorm_position),
     )
