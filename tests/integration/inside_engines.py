@@ -14,7 +14,8 @@ import json
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,6 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, graphs
 from megatron_ddrp.parallel.pipeline import local_parameters, whole_name
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid, sum_over_ranks
-from tests.absent_gpu import deepspeed_without_gpu
 from tests.emulated_graphs import Emulator, captured_shapes
 from tests.integration.launch import TIMEOUT
 from tests.integration.training_runs import forget_layout, run_ranks, train_run
@@ -200,6 +200,26 @@ class Stream:
 
     def synchronize(self) -> None:
         self.waiting.count("synchronize")
+
+
+@contextlib.contextmanager
+def deepspeed_without_gpu() -> Iterator[None]:
+    """Let DeepSpeed train on the CPU in any half precision, with the settings for a GPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    settings, accelerator = build.deepspeed_settings, type(get_accelerator())
+    half = [torch.float, torch.half, torch.bfloat16]
+
+    def of_gpu(setup: Setup, parameters: int) -> dict[str, Any]:
+        return settings(replace(setup, ranks=setup.ranks._replace(device=torch.device("cuda"))), parameters)
+
+    with (
+        mock.patch.object(build, "deepspeed_settings", of_gpu),
+        mock.patch.object(accelerator, "is_fp16_supported", lambda _: True),
+        mock.patch.object(accelerator, "supported_dtypes", lambda _: half),
+        mock.patch.object(accelerator, "resolves_data_dependency", lambda _: False),
+    ):
+        yield
 
 
 def waits_of_step(words: list[str]) -> Waits:
