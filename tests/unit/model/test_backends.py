@@ -1,8 +1,8 @@
 """Which attention `auto` takes, varlen attention's runs, dropout in every backend, and GPUs that torch has no code for:
 they are refused wherever a command takes a device; torch's answers are set.
 
-Triton attention where there is no GPU: its maths under Triton's interpreter, its refusals, that it compiles, how often
-its own dispatch does over the rows of a run, and that no tensor with an entry for each pair of tokens arises.
+Triton attention where there is no GPU: its maths under Triton's interpreter, its refusals, that it compiles, in how
+many variants over the rows of a run, and that no tensor with an entry for each pair of tokens arises.
 """
 
 import ast

@@ -1,5 +1,5 @@
-"""Names, shapes, counts and gradients of parameters, a micro-batch's layout, the masked-LM head, and the options of a
-modern backbone: each as its loop twin computes it, each acting, where it says.
+"""Names, shapes, counts and gradients of parameters, a micro-batch's layout and the masked-LM head; whole models of
+every encoding, and with each option of a modern backbone, against the loop twin.
 
 The golden files name every parameter: a rename is a reviewed change of a file here, never a lost checkpoint.
 """
