@@ -3,8 +3,8 @@
     python -m tests.endurance.exact_losses BASE [HEAD] [--only WORD …]
 
 BASE and HEAD are commits; without HEAD it is the working tree. Each trains 5 steps of every run on the tests' tiny
-corpus with its own `pretrain_bert.py`, side by side on this machine. One row per run says SAME or the first difference;
-exits 1 if there is one. A metric that only HEAD writes is no difference.
+corpus, preprocessed here, with its own `pretrain_bert.py`, side by side on this machine. One row per run says SAME or
+the first difference; exits 1 if there is one. A metric that only HEAD writes is no difference.
 """
 
 import argparse
@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 
 from safetensors.numpy import load_file
 
-from tests.conftest import documents, write_vocabulary
+from tests.endurance.layouts import make_corpus
 from tests.integration.conftest import TINY, command_line
 from tests.integration.launch import ROOT, environment
 
-DRIVER = Path(__file__).with_name("run_of_a_tree.py")
 BY_THE_CLOCK = {"tokens_per_second", "step_time", "mfu", "peak_memory_gib"}
 
 COMMON = TINY | {"train_iters": 5, "eval_interval": 5, "eval_iters": 1, "zero_stage": 1}
@@ -100,35 +99,18 @@ def source_tree(commit: str | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def make_data(tree: Path, folder: Path) -> dict[str, Any]:
-    """Write the tests' corpus as `tree` preprocesses it, and return the flags that read it."""
-    texts = documents()
-    vocab_file, text_file = write_vocabulary(texts, folder / "vocab.txt"), folder / "corpus.jsonl"
-    text_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    words = ["--input", text_file, "--output-prefix", folder / "corpus", "--vocab-file", vocab_file]
-    command = [sys.executable, tree / "tools" / "preprocess_data.py", *words]
-    command += ["--tokenizer-type", "BertWordPieceLowerCase", "--workers", "1"]
-    subprocess.run(
-        [str(word) for word in command], check=True, env=environment() | {"PYTHONPATH": str(tree)}, capture_output=True
-    )
-    return {"data_path": folder / "corpus_text_document", "vocab_file": vocab_file}
-
-
-def start(tree: Path, runs: list[Run], data: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
-    """Start a process that makes the runs in `folder` by the code of `tree`, one after the other."""
-    folder.mkdir()
-    threshold = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-    (folder / "threshold.json").write_text(json.dumps(threshold), encoding="utf-8")
-    entries = []
-    for number, run in enumerate(runs):
-        save = folder / f"run{number}"
-        arguments = command_line({**COMMON, **data, **run.flags, "save": save})
-        entries.append({"name": run.name, "ranks": run.ranks, "arguments": arguments, "folder": str(save)})
-    (folder / "runs.json").write_text(json.dumps(entries), encoding="utf-8")
-    command = [sys.executable, str(DRIVER), str(tree), str(folder / "runs.json")]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environment() | {"PYTHONPATH": str(tree)}, cwd=folder
-    )
+def start(tree: Path, run: Run, data: dict[str, Any], folder: Path) -> subprocess.Popen[bytes]:
+    """Start a run that saves into `folder`, by the code of `tree`; its standard error goes to `FOLDER.stderr`."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)] * (run.ranks > 1)
+    arguments = command_line({**COMMON, **data, **run.flags, "save": folder})
+    with Path(f"{folder}.stderr").open("wb") as stream:
+        return subprocess.Popen(
+            [sys.executable, *launcher, str(tree / "pretrain_bert.py"), *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=stream,
+            env=environment() | {"PYTHONPATH": str(tree)},
+            cwd=folder.parent,
+        )
 
 
 def exact_values(folder: Path) -> dict[str, str]:
@@ -159,30 +141,26 @@ def first_difference(base: Path, head: Path) -> str | None:
     return None
 
 
-def next_codes(process: subprocess.Popen[str]) -> list[int | None] | None:
-    """Wait for a tree's next run and return its ranks' exit codes, None if the tree's process ended before."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    return json.loads(line)["exit_codes"] if line else None
-
-
 def compare(base: Path, head: Path, runs: list[Run], folder: Path) -> int:
     """Make the runs in both trees, print a row for each, and return how many differ."""
-    data = make_data(base, folder)
-    processes = [start(tree, runs, data, folder / side) for side, tree in (("base", base), ("head", head))]
-    different = 0
-    try:
-        for number, run in enumerate(runs):
-            codes = [next_codes(process) for process in processes]
-            difference = first_difference(folder / "base" / f"run{number}", folder / "head" / f"run{number}")
-            if difference is None and any(code != [0] * run.ranks for code in codes):
-                difference = f"the ranks' exit codes are {codes[0]} and {codes[1]}"
-            different += difference is not None
-            print(f"{run.ranks} rank{'s' * (run.ranks > 1):1} {run.name:32} {difference or 'SAME'}", flush=True)
-    finally:
-        for process in processes:
-            process.terminate()
-            process.wait()
+    data, trees, different = make_corpus(folder), {"base": base, "head": head}, 0
+    for side in trees:
+        (folder / side).mkdir()
+        threshold = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+        (folder / side / "threshold.json").write_text(json.dumps(threshold), encoding="utf-8")
+    for number, run in enumerate(runs):
+        saves = [folder / side / f"run{number}" for side in trees]
+        processes = [start(tree, run, data, save) for tree, save in zip(trees.values(), saves, strict=True)]
+        try:
+            codes = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                process.terminate()
+        difference = first_difference(*saves)
+        if difference is None and any(codes):
+            difference = f"the exit codes are {codes[0]} and {codes[1]}"
+        different += difference is not None
+        print(f"{run.ranks} rank{'s' * (run.ranks > 1):1} {run.name:32} {difference or 'SAME'}", flush=True)
     return different
 
 
