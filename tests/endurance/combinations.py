@@ -30,7 +30,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.functions import given_words
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.errors import UserError
-from tests.conftest import write_corpus
+from tests.endurance.layouts import make_corpus
 from tests.integration.launch import without_times
 from tests.integration.training_runs import train_runs
 
@@ -163,8 +163,7 @@ def main() -> int:
     arguments = parser.parse_args()
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        corpus = write_corpus(Path(folder))
-        data = {"data_path": corpus.prefix, "vocab_file": corpus.vocab_file}
+        data = make_corpus(Path(folder))
         draws = [(ranks, number) for ranks in arguments.ranks for number in range(arguments.draws)]
         for ranks, number in tqdm(draws, unit="draw"):
             random, told = Random(f"{ranks} {arguments.first + number}"), StringIO()

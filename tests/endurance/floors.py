@@ -1,6 +1,6 @@
 """The fast tests and two ranks of the gradient test, with the lowest and with the newest versions that are allowed.
 
-    python -m tests.endurance.floors [--only lowest] [--folder FOLDER]
+    python -m tests.endurance.floors [--only lowest]
 
 uv makes an environment of each kind with this Python, out of what pyproject.toml allows to the package and its extras
 (packages of development are the newest ones in both). A floor that is not in the lowest environment, because another
@@ -80,12 +80,10 @@ def main() -> int:
     """Return 0 if all tests passed in all environments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=RESOLUTIONS, help="one of the environments")
-    parser.add_argument("--folder", type=Path, help="where the environments stay, about 7 GB each")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="floors-") as temporary:
-        folder = arguments.folder or Path(temporary)
         kinds = [arguments.only] if arguments.only else list(RESOLUTIONS)
-        columns = [try_environment(kind, make_environment(kind, folder)) for kind in kinds]
+        columns = [try_environment(kind, make_environment(kind, Path(temporary))) for kind in kinds]
     print(Table(["", *kinds], [[name, *(column[name] for column in columns)] for name in columns[0]]))
     return int(any("FAIL" in column.values() for column in columns))
 

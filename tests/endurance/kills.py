@@ -44,21 +44,21 @@ class Killer:
             rank.kill()
 
 
-def kill_and_compare(kills: int, arguments: list[str], folder: Path, seed: int, world_size: int = 1) -> Counter[str]:
+def kill_and_compare(kills: int, arguments: list[str], folder: Path, seed: int) -> Counter[str]:
     """Kill a run so often, compare it with the undisturbed one; returns how many kills left what behind."""
     steps = 2 * (STEPS_BETWEEN + 1) * kills + 6
     settings = [*arguments, "--train-iters", str(steps), "--save-interval", "2", "--keep-last", "2"]
     whole, killed = folder / "whole", folder / "killed"
-    start_ranks([*settings, "--save", str(whole), "--load", str(whole)], world_size).check()
+    start_ranks([*settings, "--save", str(whole), "--load", str(whole)]).check()
     command = [*settings, "--save", str(killed), "--load", str(killed)]
     killer, seen = Killer(killed, random.Random(seed)), Counter[str]()
     for number in range(kills):
-        codes = start_ranks(command, world_size, during=killer).exit_codes
+        codes = start_ranks(command, during=killer).exit_codes
         assert -signal.SIGKILL in codes, f"kill {number} came too late: exit codes {codes}"
         seen["kills"] += 1
         seen["of a save"] += any(killed.glob("iter_*.tmp"))
         seen["before the first checkpoint"] += not any(killed.glob("iter_*"))
-    start_ranks(command, world_size).check()
+    start_ranks(command).check()
     assert training_rows(killed) == training_rows(whole), "losses differ"
     ours, theirs = newest(killed), newest(whole)
     assert ours and theirs and ours.name == theirs.name
@@ -73,7 +73,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--data-path", help="without it and --vocab-file: the tests' tiny corpus")
     parser.add_argument("--vocab-file")
     given = parser.parse_args()
@@ -83,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         own = {"data_path": given.data_path, "vocab_file": given.vocab_file}
         flags = command_line(TINY | changes | (own if given.data_path else make_corpus(Path(folder))))
-        seen = kill_and_compare(given.kills, flags, Path(folder), given.seed, given.ranks)
+        seen = kill_and_compare(given.kills, flags, Path(folder), given.seed)
     counts = ", ".join(f"{count} {what}" for what, count in seen.items())
     print(f"{counts}: losses, weights and moments equal bit for bit")
 

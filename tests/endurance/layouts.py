@@ -1,6 +1,6 @@
 """Every layout of up to four ranks, and 2 x 2 x 2, against one process: the table of docs/lab/agreement.md.
 
-    python -m tests.endurance.layouts [--encodings ddrp deberta] [--objectives mth] [--world-sizes 2 4] [--write]
+    python -m tests.endurance.layouts [--objectives mth] [--write]
 
 Tensor parallelism 1, 2, 4 x pipelines 1, 2, 4 x data parallelism x ZeRO 0–3 (0 and 1 with a pipeline), each with every
 position encoding under mlm and mth, 10 steps in fp32 without dropout. A cell is the largest relative difference over
@@ -53,15 +53,14 @@ class Layout(NamedTuple):
         return sizes | {"zero_stage": self.zero_stage}
 
 
-def layouts(world_sizes: list[int]) -> list[Layout]:
-    """All that fit: up to four ranks, and 2 x 2 x 2. ZeRO 3 last, since it changes torch for the whole process."""
+def layouts() -> list[Layout]:
+    """Return all that fit: up to four ranks, and 2 x 2 x 2. ZeRO 3 is last: it changes torch for the whole process."""
     found = [
         Layout(tensor, pipeline, data, stage)
         for stage, tensor, pipeline, data in itertools.product(range(4), (1, 2, 4), (1, 2, 4), (1, 2, 4))
         if tensor * pipeline * data <= 4 and (pipeline == 1 or stage <= 1)
     ]
-    found += [Layout(2, 2, 2, stage) for stage in (0, 1)]
-    return [layout for layout in found if layout.world_size in world_sizes]
+    return [*found, *(Layout(2, 2, 2, stage) for stage in (0, 1))]
 
 
 def make_corpus(folder: Path) -> dict[str, Path]:
@@ -101,14 +100,12 @@ def table(differences: dict[Layout, dict[str, float]], note: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--encodings", nargs="+", choices=ENCODINGS, default=list(ENCODINGS))
     parser.add_argument("--objectives", nargs="+", choices=("mlm", "mth"), default=["mlm", "mth"])
-    parser.add_argument("--world-sizes", nargs="+", type=int, choices=(1, 2, 4, 8), default=[1, 2, 4, 8])
     parser.add_argument("--write", action="store_true", help=f"replace the table in {DOCUMENT}")
     arguments = parser.parse_args()
-    pairs = itertools.product(arguments.encodings, arguments.objectives)
+    pairs = itertools.product(ENCODINGS, arguments.objectives)
     models = [{"position_encoding": encoding, "objective": objective} for encoding, objective in pairs]
-    chosen = layouts(arguments.world_sizes)
+    chosen = layouts()
     worst: dict[Layout, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder, tqdm(total=len(models) * len(chosen), unit="run") as bar:
         for layout, model, differences in measure(models, chosen, make_corpus(Path(folder))):
@@ -117,7 +114,7 @@ def main() -> int:
             for name, difference in differences.items():
                 row = worst.setdefault(layout, {})
                 row[name] = max(row.get(name, 0.0), difference)
-    names = f"{', '.join(arguments.encodings)} under {' and '.join(arguments.objectives)}"
+    names = f"{', '.join(ENCODINGS)} under {' and '.join(arguments.objectives)}"
     text = table(worst, f"{len(models) * len(chosen)} runs: {names}.")
     print(text)
     if arguments.write:

@@ -1,12 +1,11 @@
 """Lines of code by folder and by file: without docstrings, comments and blank lines, and without the tests.
 
-    python -m tests.endurance.lines [--files]
+    python -m tests.endurance.lines
 
 Counts the Python files that git tracks, by folder and by part of the package; `tests/unit/test_house.py` holds the
 bounds of the parts.
 """
 
-import argparse
 import ast
 import io
 import subprocess
@@ -54,18 +53,12 @@ def part_of(file: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", action="store_true", help="count each file too")
-    arguments = parser.parse_args()
     counts = {file: code_lines((ROOT / file).read_text(encoding="utf-8")) for file in source_files()}
     folders: Counter[str] = Counter()
     for file, lines in counts.items():
         folders[folder_of(file)] += lines
     for folder, lines in folders.most_common():
         print(f"{lines:7,} {folder}")
-        if arguments.files:
-            own = [(number, file.name) for file, number in counts.items() if folder_of(file) == folder]
-            print("".join(f"{number:15,} {name}\n" for number, name in sorted(own, reverse=True)), end="")
     print(f"{sum(counts.values()):7,} lines of code in {len(counts)} files")
     for part, most in BOUNDS.items():
         print(f"{sum(lines for file, lines in counts.items() if part_of(file) == part):7,} of {most:,} in {part}")
