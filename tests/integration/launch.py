@@ -189,10 +189,10 @@ def _run(program: str, words: list[str], variables: dict[str, str], streams: Any
     torch.set_num_threads(1)
     if before:
         before()
-    _be(program, words)
+    be_program(program, words)
 
 
-def _be(program: str, words: Sequence[str]) -> None:
+def be_program(program: str, words: Sequence[str]) -> None:
     """Run a script of this repository, or a module, as this process's program."""
     sys.argv = [str(ROOT / program), *words]
     if program.endswith(".py"):
@@ -230,7 +230,7 @@ class ForkedJob:
         _python, _dash_m, module, *words = command
         streams = [Path(stdout.name)] * 2
         self._process = multiprocessing.get_context("forkserver").Process(
-            target=_work, args=(env, streams, _be, (module, words))
+            target=_work, args=(env, streams, be_program, (module, words))
         )
         self._process.start()
         self.terminate, self.kill = self._process.terminate, self._process.kill

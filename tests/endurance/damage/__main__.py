@@ -79,8 +79,7 @@ class Bench:
     def _command(self, name: str, reader: str) -> Command:
         """A reader's command in a fresh copy of the sample."""
         folder = shutil.copytree(self.sample, self.folder / name)
-        words = tuple(word.format(home=self.sample) for word in READERS[reader].words)
-        return Command(words, folder, self.folder / f"{name}.stdout", self.folder / f"{name}.stderr")
+        return Command(READERS[reader].words, folder, self.folder / f"{name}.stdout", self.folder / f"{name}.stderr")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -6,9 +6,7 @@ import hashlib
 import json
 import multiprocessing.connection
 import os
-import runpy
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_ddrp.pages.plotting import FORMATS
 from tests.integration.conftest import TINY, command_line
-from tests.integration.launch import PRELOADED, ROOT, fork_server, redirect_streams
+from tests.integration.launch import PRELOADED, be_program, fork_server, redirect_streams
 
 CLOCK = ("tokens_per_second", "step_time", "peak_memory_gib", "seconds", "crc32")
 """What two equal runs have different: times, memory, and the sum of a row that holds one."""
@@ -28,15 +26,15 @@ RUN = TINY | {
     **{"eval_iters": 2, "save_interval": 2, "data_path": DATASET, "vocab_file": "vocab.txt", "save": "run"},
 }
 """Flags of the run whose folder is damaged: dropout, validation and notes, so that every kind of file is there."""
-ONE_TASK = ("--tasks", "CoLA", "--data-dir", "glue_data", "--batch-size", "8", "--lr", "1e-2")
-QUICK = (*ONE_TASK, "--epochs", "1", "--seeds", "1", "--max-train-examples", "16", "--output-dir", "out")
-SWEEP = (*ONE_TASK, "--load", "bert", "--epochs", "2", "--seeds", "3", "--output-dir", "glue")
-FEW = ("--sentences", "16", "--split", "0,1,0", "--data-path", DATASET, "--output", "out.json")
-FINETUNE = ("-m", "megatron_ddrp", "finetune", "--task-file", "tone/tone.yaml", "--batch-size", "8", "--lr", "1e-2")
-FINETUNE += ("--epochs", "1", "--seeds", "1", "--workers", "1", "--output-dir", "out")
-PREPROCESS = ("--vocab-file", "vocab.txt", "--output-prefix", "again")
+RESUME = " ".join(["pretrain_bert.py", *command_line(RUN), "--load run"])
+ONE_TASK = "--tasks CoLA --data-dir glue_data --batch-size 8 --lr 1e-2"
+QUICK = f"{ONE_TASK} --epochs 1 --seeds 1 --max-train-examples 16 --output-dir out"
+FEW = f"--sentences 16 --split 0,1,0 --data-path {DATASET} --output out.json"
+FINETUNE = "-m megatron_ddrp finetune --task-file tone/tone.yaml --batch-size 8 --lr 1e-2"
+FINETUNE += " --epochs 1 --seeds 1 --workers 1 --output-dir out --load"
+SWEEP = f"-m tasks.glue {ONE_TASK} --load bert --epochs 2 --seeds 3 --output-dir glue"
+VOCABULARY = "--vocab-file vocab.txt"
 TOKENIZED = "out/all*.bin out/all*.idx"
-_RESUME = ("pretrain_bert.py", *command_line(RUN), "--load", "run")
 
 
 class Reader(NamedTuple):
@@ -44,7 +42,7 @@ class Reader(NamedTuple):
 
     name: str
     words: tuple[str, ...]
-    """A script of the repository or `-m` and a module, then the arguments. {home} is the sample's own folder."""
+    """A script of the repository or `-m` and a module, then the arguments."""
     results: tuple[str, ...]
     """Patterns of the files that it writes; its standard output counts as well where this is empty."""
 
@@ -63,58 +61,52 @@ GLUE, IMPORT, ANALYZE = "-m tasks.glue --load", "tools/convert_checkpoint.py --o
 PREDICT = "-m megatron_ddrp finetune predict --input tone/new.jsonl --output labelled.jsonl --load"
 SCORE = "-m megatron_ddrp minimal-pairs --data-dir pairs --load bert --workers 1 --output-dir scores"
 REPORT = f"tools/training_report.py --load run --data-path {DATASET} --scores-dir glue --output-dir out"
-TOKENIZE = "tools/preprocess_data.py --output-prefix out/all --input texts.jsonl"
+COMPARE = "-m megatron_ddrp compare plan.yaml --output-dir compare"
+TOKENIZE = "tools/preprocess_data.py --output-prefix out/all --input"
 PACKED = " ".join(f"packed/texts.jsonl.{suffix}" for suffix in ("gz", "xz", "zst", "bz2"))
-LINES: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "training": ("", _RESUME, f"run/metrics.jsonl run/iter_{STEPS:07d}/* run/tokenizer/* run/latest"),
-    "training --verify-data": (
-        "",
-        (*_RESUME, "--verify-data"),
-        f"run/metrics.jsonl run/iter_{STEPS:07d}/*.safetensors",
-    ),
-    "convert --load": ("tools/convert_checkpoint.py --load run --output out", (), "out/**/*"),
-    "convert --from-hf": (f"{IMPORT} bert", (), "out/**/*"),
-    "convert --from-hf, our export": (f"{IMPORT} plain", (), "out/**/*"),
-    "glue --load": (f"{GLUE} run", QUICK, "out/**/*"),
-    "glue --load, our export": (f"{GLUE} export", QUICK, "out/**/*"),
-    "glue --load, a BERT": (f"{GLUE} bert", QUICK, "out/**/*"),
-    "glue, resumed": ("-m tasks.glue", SWEEP, "glue/table.*"),
-    "glue --report": ("-m tasks.glue --report glue --output-dir out", (), "out/table.*"),
-    "analyze attention-maps": (f"{ANALYZE} attention-maps --load run", FEW, "out.json"),
-    "analyze self-similarity": (f"{ANALYZE} self-similarity --load run", FEW, "out.json"),
-    "analyze, our export": (f"{ANALYZE} attention-maps --load export", FEW, "out.json"),
-    "analyze, a BERT": (f"{ANALYZE} self-similarity --load bert", FEW, "out.json"),
-    "analyze notes": (f"{ANALYZE} notes --load run --data-path {DATASET} --output out.json", (), "out.json"),
-    "report": (REPORT, (), "out/report.md"),
-    "dataset inspect": (f"tools/dataset.py inspect {DATASET} --vocab-file vocab.txt", (), ""),
-    "dataset verify": (f"tools/dataset.py verify {DATASET} --vocab-file vocab.txt", (), ""),
+LINES: dict[str, tuple[str, str]] = {
+    "training": (RESUME, f"run/metrics.jsonl run/iter_{STEPS:07d}/* run/tokenizer/* run/latest"),
+    "training --verify-data": (f"{RESUME} --verify-data", f"run/metrics.jsonl run/iter_{STEPS:07d}/*.safetensors"),
+    "convert --load": ("tools/convert_checkpoint.py --load run --output out", "out/**/*"),
+    "convert --from-hf": (f"{IMPORT} bert", "out/**/*"),
+    "convert --from-hf, our export": (f"{IMPORT} plain", "out/**/*"),
+    "glue --load": (f"{GLUE} run {QUICK}", "out/**/*"),
+    "glue --load, our export": (f"{GLUE} export {QUICK}", "out/**/*"),
+    "glue --load, a BERT": (f"{GLUE} bert {QUICK}", "out/**/*"),
+    "glue, resumed": (SWEEP, "glue/table.*"),
+    "glue --report": ("-m tasks.glue --report glue --output-dir out", "out/table.*"),
+    "analyze attention-maps": (f"{ANALYZE} attention-maps --load run {FEW}", "out.json"),
+    "analyze self-similarity": (f"{ANALYZE} self-similarity --load run {FEW}", "out.json"),
+    "analyze, our export": (f"{ANALYZE} attention-maps --load export {FEW}", "out.json"),
+    "analyze, a BERT": (f"{ANALYZE} self-similarity --load bert {FEW}", "out.json"),
+    "analyze notes": (f"{ANALYZE} notes --load run --data-path {DATASET} --output out.json", "out.json"),
+    "report": (REPORT, "out/report.md"),
+    "dataset inspect": (f"tools/dataset.py inspect {DATASET} {VOCABULARY}", ""),
+    "dataset verify": (f"tools/dataset.py verify {DATASET} {VOCABULARY}", ""),
     "dataset merge": (
-        *(f"tools/dataset.py merge --output-prefix out/all data/other_text_document {DATASET}", ()),
+        f"tools/dataset.py merge --output-prefix out/all data/other_text_document {DATASET}",
         "out/all.bin out/all.idx",
     ),
-    "preprocess": (TOKENIZE, PREPROCESS[:2], TOKENIZED),
-    "preprocess, packed": (f"{TOKENIZE.replace('texts.jsonl', PACKED)}", PREPROCESS[:2], TOKENIZED),
-    "preprocess, HuggingFace": (f"{TOKENIZE} --tokenizer-type HuggingFace --tokenizer-model hf", (), TOKENIZED),
-    "preprocess, SentencePiece": (
-        f"{TOKENIZE} --tokenizer-type SentencePiece --tokenizer-model sp.model",
-        (),
+    "preprocess": (f"{TOKENIZE} texts.jsonl {VOCABULARY}", TOKENIZED),
+    "preprocess, packed": (f"{TOKENIZE} {PACKED} {VOCABULARY}", TOKENIZED),
+    "preprocess, HuggingFace": (
+        f"{TOKENIZE} texts.jsonl --tokenizer-type HuggingFace --tokenizer-model hf",
         TOKENIZED,
     ),
-    "finetune": ("", (*FINETUNE, "--load", "bert", "--no-keep-models"), "out/table.json out/runs.jsonl"),
-    "predict": (f"{PREDICT} kept", (), "labelled.jsonl"),
-    "predict, a BERT": (f"{PREDICT} kept_bert", (), "labelled.jsonl"),
-    "glue --load, a kept model": (f"{GLUE} kept", QUICK, "out/**/*"),
-    "minimal-pairs, resumed": (SCORE, (), "scores/results.json scores/table.md"),
-    "compare --page-only": (
-        *("-m megatron_ddrp compare plan.yaml --output-dir compare --page-only", ()),
-        "compare/results.json compare/page.md compare/rows.jsonl",
+    "preprocess, SentencePiece": (
+        f"{TOKENIZE} texts.jsonl --tokenizer-type SentencePiece --tokenizer-model sp.model",
+        TOKENIZED,
     ),
-    "compare, rows": ("-m megatron_ddrp compare rows/rows.jsonl --output-dir out", (), "out/results.json out/page.md"),
+    "finetune": (f"{FINETUNE} bert --no-keep-models", "out/table.json out/runs.jsonl"),
+    "predict": (f"{PREDICT} kept", "labelled.jsonl"),
+    "predict, a BERT": (f"{PREDICT} kept_bert", "labelled.jsonl"),
+    "glue --load, a kept model": (f"{GLUE} kept {QUICK}", "out/**/*"),
+    "minimal-pairs, resumed": (SCORE, "scores/results.json scores/table.md"),
+    "compare --page-only": (f"{COMPARE} --page-only", "compare/results.json compare/page.md compare/rows.jsonl"),
+    "compare, rows": ("-m megatron_ddrp compare rows/rows.jsonl --output-dir out", "out/results.json out/page.md"),
 }
-"""Name → the first words, the rest of them, and the patterns of results."""
-READERS = {
-    name: Reader(name, (*line.split(), *rest), tuple(results.split())) for name, (line, rest, results) in LINES.items()
-}
+"""Name → the words, and the patterns of results."""
+READERS = {name: Reader(name, tuple(words.split()), tuple(results.split())) for name, (words, results) in LINES.items()}
 
 
 def result_of(reader: Reader, folder: Path, stdout: str) -> dict[str, Any]:
@@ -216,11 +208,5 @@ def _perform(command: Command) -> None:
     torch.set_num_threads(1)
     tqdm.tqdm.set_lock(threading.RLock())  # its own holds a semaphore that nobody frees when this process exits
     preprocess.CHUNK_BYTES = CHUNK_BYTES
-    script, *words = command.words
-    if script == "-m":
-        module, *words = words
-        sys.argv = [module, *words]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = [str(ROOT / script), *words]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    program, *words = command.words[1:] if command.words[0] == "-m" else command.words
+    be_program(program, words)

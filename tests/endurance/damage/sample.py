@@ -30,10 +30,11 @@ import zstandard
 from megatron_ddrp.data.atomic import check_object, seal_object
 from megatron_ddrp.lab.compare.rows import write_samples
 from megatron_ddrp.tasks.statistics import MINIMAL_PAIRS
-from tests.conftest import documents, write_vocabulary
-from tests.endurance.damage.readers import CLOCK, DATASET, FINETUNE, PREPROCESS, READERS, RUN, SAVED, Command, run_one
+from tests.conftest import SPECIAL_TOKENS, documents, write_vocabulary
+from tests.endurance.damage.readers import CLOCK, COMPARE, DATASET, FINETUNE, RUN, SAVED, SCORE, SWEEP, Command, run_one
 from tests.integration.conftest import command_line
 from tests.unit.lab.compare.made_rows import gain_rows
+from tests.unit.tasks.conftest import write_bert
 
 NUM_TEXTS = 160
 """Documents of each of the two datasets."""
@@ -60,29 +61,39 @@ def make_sample(folder: Path) -> Path:
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     _write_task(folder / "glue_data" / "CoLA", texts)
     for name, output in (("texts", "corpus"), ("other", "other")):
-        _run(folder, "tools/preprocess_data.py", "--input", f"{name}.jsonl", *PREPROCESS[:3], f"data/{output}")
+        files = f"--input {name}.jsonl --vocab-file vocab.txt --output-prefix data/{output}"
+        _run(folder, "tools/preprocess_data.py", files)
     other = {"save": "other", "seed": 7, "data_path": "data/other_text_document"}
     for changes in ({}, other, PLAIN | {"save": "absolute"}):
         _run(folder, "pretrain_bert.py", *command_line(RUN | {"exit_interval": SAVED} | changes))
     for run, export in (("run", "export"), ("other", "other_export"), ("absolute", "plain")):
-        _run(folder, "tools/convert_checkpoint.py", "--load", run, "--output", export)
+        _run(folder, f"tools/convert_checkpoint.py --load {run} --output {export}")
     shutil.rmtree(folder / "absolute")
-    _run(folder, "-m", "tests.endurance.damage.foreign_bert", "vocab.txt", "bert")
-    _run(folder, *READERS["glue, resumed"].words)
+    _write_bert(folder)
+    _run(folder, SWEEP)
     _write_tokenizers_and_texts(folder)
     _write_kept_models(folder, texts)
     _write_pairs(folder / "pairs", texts)
-    _run(folder, *READERS["minimal-pairs, resumed"].words)
+    _run(folder, SCORE)
     _write_comparison(folder)
     _stop_clocks(folder)
     return folder
 
 
 def _run(folder: Path, *words: str) -> None:
+    """Run a command, given in pieces of its line."""
     streams = [folder.with_name(f"sample.{stream}") for stream in ("stdout", "stderr")]
-    ended = run_one(Command(words, folder, *streams))
+    ended = run_one(Command(tuple(" ".join(words).split()), folder, *streams))
     if ended.exit_code:
         raise RuntimeError(f"{' '.join(words)} ended with {ended.exit_code}\n{ended.stdout}\n{ended.stderr}")
+
+
+def _write_bert(folder: Path) -> None:
+    """Write a BERT as transformers does. Its config.json has the usual deviation: its absence changes nothing."""
+    pieces = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    config = write_bert(folder / "bert", pieces[len(SPECIAL_TOKENS) :], hidden=32, max_length=32) / "config.json"
+    values = json.loads(config.read_text(encoding="utf-8")) | {"initializer_range": 0.02}
+    config.write_text(json.dumps(values, indent=2), encoding="utf-8")
 
 
 def _stop_clocks(folder: Path) -> None:
@@ -109,8 +120,8 @@ def _write_tokenizers_and_texts(folder: Path) -> None:
     (folder / "hf").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(folder / "plain" / name, folder / "hf" / name)
-    words = ("--input", "texts.jsonl", "--type", "sentencepiece", "--vocab-size", "150", "--output", "sp.model")
-    _run(folder, "-m", "megatron_ddrp", "train-tokenizer", *words)
+    words = "--input texts.jsonl --type sentencepiece --vocab-size 150 --output sp.model"
+    _run(folder, "-m megatron_ddrp train-tokenizer", words)
 
 
 def _write_kept_models(folder: Path, texts: list[str]) -> None:
@@ -122,7 +133,7 @@ def _write_kept_models(folder: Path, texts: list[str]) -> None:
     facts = {"train": "train.jsonl", "valid": "valid.jsonl", "text-column": "said", "label-column": "tone"}
     (folder / "tone" / "tone.yaml").write_text(yaml.safe_dump(facts | {"metric": "macro-f1"}), encoding="utf-8")
     for encoder, kept in (("run", "kept"), ("bert", "kept_bert")):
-        _run(folder, *FINETUNE, "--load", encoder)
+        _run(folder, FINETUNE, encoder)
         (model,) = (folder / "out" / "models").iterdir()
         model.rename(folder / kept)
         shutil.rmtree(folder / "out")
@@ -139,7 +150,7 @@ def _write_pairs(folder: Path, texts: list[str]) -> None:
 def _write_comparison(folder: Path) -> None:
     """Do the only run of a plan, and write rows with their samples as other comparisons would."""
     (folder / "plan.yaml").write_text(yaml.safe_dump(PLAN), encoding="utf-8")
-    _run(folder, *[word for word in READERS["compare --page-only"].words if word != "--page-only"])
+    _run(folder, COMPARE)
     (folder / "compare" / "rows.jsonl").unlink()
     rows = gain_rows({"ddrp": (0.1,)}, (2,), measure=MINIMAL_PAIRS)
     _write_rows(folder / "rows" / "rows.jsonl", list(map(seal_object, rows)))
