@@ -1,7 +1,6 @@
 """A tiny run with two checkpoints, an export and an encoder of another family, and tools/analyze.py in this process."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.lab.analysis import command as analyze
 from megatron_ddrp.model import build_model
 from tests.unit.model.tiny import twin_encode, twin_last_norm
+from tests.unit.tasks.conftest import write_step
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 24, "init_method_std": 0.3}
 
@@ -23,15 +23,9 @@ def save_run(folder, tokenizer, *steps, **changes):
     sizes = {**SIZES, "vocab_size": tokenizer.vocab_size, **changes}
     config = Config().replace(model=sizes, data={"split": "80,20,0"})
     for step in steps:
-        path = folder / checkpoint.tag(step)
-        path.mkdir(parents=True)
         with torch.random.fork_rng([]):
             torch.manual_seed(step)
-            weights = dict(build_model(config.model).named_parameters())
-        files = {checkpoint.WEIGHTS: checkpoint.save_weights(weights, path)}
-        counts = {"iteration": step, "consumed_tokens": 100 * step}
-        checkpoint.write_state(path, {**counts, "files": files, "config": config.to_dict()})
-        checkpoint.mark_latest(folder, path.name)
+            write_step(folder, step, dict(build_model(config.model).named_parameters()), config)
     tokenizer.save(folder / checkpoint.TOKENIZER)
     return folder
 
@@ -54,15 +48,14 @@ def corpus_tokenizer(tiny_corpus):
 
 
 @pytest.fixture
-def analyze_main(monkeypatch, tiny_corpus):
+def analyze_main(tiny_corpus):
     """`analyze_main("triangle", load=…, output=…)` in this process, on the tiny corpus or the texts of `more`."""
 
     def call(command, load, output, *more):
         loads = [str(folder) for folder in (load if isinstance(load, list) else [load])]
         data = [] if "--text" in more or command == "throughput" else ["--data-path", str(tiny_corpus.prefix)]
         words = [command, "--load", *loads, *data, "--output", str(output), "--device", "cpu", *map(str, more)]
-        monkeypatch.setattr(sys, "argv", ["analyze.py", *words])
-        analyze.main()
+        analyze.main(words)
         return json.loads(Path(output).with_suffix(".json").read_text())
 
     return call

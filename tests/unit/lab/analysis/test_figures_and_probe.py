@@ -17,22 +17,18 @@ from megatron_ddrp.lab.analysis import figures, probe
 from megatron_ddrp.lab.analysis.figures import measure_similarity
 from megatron_ddrp.lab.analysis.probe import Speed
 from megatron_ddrp.lab.analysis.session import find_snapshots
-from megatron_ddrp.model.stages import Draws, Inputs
 from megatron_ddrp.pages.plotting import save_figures
 from tests.reference import analyses, attention
 from tests.refusals import refused
 from tests.unit.lab.analysis.conftest import is_png, twin_sentences
-from tests.unit.model.tiny import encode, tiny_batch, tiny_model
+from tests.unit.model.tiny import tiny_batch, tiny_model
 
 LENGTHS = (7, 4, 2)
 
 
-@pytest.fixture(params=ENCODINGS)
-def model(request):
-    return tiny_model(position_encoding=request.param).eval()
-
-
-def test_self_similarity_and_maps_are_those_of_the_loops(model):
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_self_similarity_and_maps_are_those_of_the_loops(encoding):
+    model = tiny_model(position_encoding=encoding).eval()
     batches = [tiny_batch(LENGTHS), tiny_batch((5, 3), seed=1)]
     found = figures.measure_similarity(model, batches)
     pairs = [twin_sentences(model, batch, compared=True) for batch in batches]
@@ -67,8 +63,8 @@ def test_pre_norm_states_are_normalised_maps_of_a_local_layer_are_of_its_window_
     refused("has one", figures.divide_heads, torch.zeros(1, 1), torch.zeros(1, 1))
 
 
-def test_triangle_shares_and_mean_maps_are_those_of_the_loops(model):
-    batch = tiny_batch((7, 6, 5, 4, 3, 2) * 2, seed=3)
+def test_triangle_shares_and_mean_maps_are_those_of_the_loops():
+    model, batch = tiny_model().eval(), tiny_batch((7, 6, 5, 4, 3, 2) * 2, seed=3)
     _, logits = twin_sentences(model, batch)
     for threshold in (0.35, 0.45):
         for number, layer in enumerate(figures.measure_triangles(model, [batch], threshold)):
@@ -91,7 +87,7 @@ def test_triangle_shares_and_mean_maps_are_those_of_the_loops(model):
     assert single.name == "head 3"
 
 
-def test_algorithm_1_by_hand_and_the_share_counts_misses_and_divides_by_each_sentences_own_length():
+def test_algorithm_1_by_hand():
     right = torch.tensor([[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 1.0]])  # 3 of 4 above the diagonal
     left, itself, even = right.flip(0, 1), torch.eye(4), torch.full((4, 4), 0.25)
     for heads, up, down in (
@@ -106,14 +102,6 @@ def test_algorithm_1_by_hand_and_the_share_counts_misses_and_divides_by_each_sen
         found_up, found_down = figures.triangle_parts(maps[None], torch.tensor([4]))
         assert (found_up.item(), found_down.item()) == (pytest.approx(up), pytest.approx(down))
         assert analyses.matches(maps.double(), 0.7) == (up >= 0.7 and down >= 0.7)
-    short = torch.zeros(2, 4, 4)
-    short[0, :2, :2], short[1, :2, :2] = torch.tensor([[0.0, 1], [0, 1]]), torch.tensor([[1.0, 0], [1, 0]])
-    maps = torch.stack([torch.stack([right, left]), short, torch.stack([even, even])])
-    up, down = figures.triangle_parts(maps, torch.tensor([4, 2, 4]))
-    assert up.tolist() == pytest.approx([0.75, 0.5, 0.375]) and down.tolist() == pytest.approx([0.75, 0.5, 0.375])
-    sentences = [maps[0].double(), short[:, :2, :2].double(), maps[2].double()]
-    for threshold, share in ((0.7, 1 / 3), (0.5, 2 / 3)):
-        assert analyses.triangle_share(sentences, threshold) == pytest.approx(share)
 
 
 def test_a_single_checkpoint_stands_at_its_step_a_folder_without_step_is_a_line_and_throughput_needs_no_memory(
@@ -183,9 +171,9 @@ def twin_rows(model, k):
 CLS, SEP, TEXT = 1, 2, 3
 
 
-def sentences(rows, seq=None):
+def sentences(rows):
     """A batch of rows of text tokens between [CLS] and [SEP]."""
-    seq = seq or 2 + max(map(len, rows))
+    seq = 2 + max(map(len, rows))
     ids = torch.tensor([[CLS, *row, SEP] + [0] * (seq - 2 - len(row)) for row in rows])
     return Batch.of_texts(ids, (ids > 0).long())
 
@@ -194,12 +182,6 @@ def cut(batch, size):
     """The batch in pieces of `size` sentences."""
     ends = range(0, len(batch.input_ids), size)
     return [Batch(*(field if field is None else field[n : n + size] for field in batch)) for n in ends]
-
-
-def random_sentences(number, length, vocab, seed=0):
-    """Sentences of `length` different tokens in a random order."""
-    generator = torch.Generator().manual_seed(seed)
-    return [(TEXT + torch.randperm(vocab - TEXT, generator=generator)[:length]).tolist() for _ in range(number)]
 
 
 def check_against_the_loops(model, batch, windows):
@@ -211,12 +193,11 @@ def check_against_the_loops(model, batch, windows):
     return found
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_probe_is_that_of_the_loops(encoding):
+def test_the_probe_is_that_of_the_loops():
     batch = tiny_batch((7, 7, 6, 6, 5, 7, 4, 2), seed=2)
     places = torch.rand(8, 10, generator=torch.Generator().manual_seed(2)).argsort(1)[:, :7]
     batch = batch._replace(input_ids=(1 + places) * batch.document_ids)  # no token twice, or rounding decides a tie
-    found = check_against_the_loops(tiny_model(position_encoding=encoding).eval(), batch, [None, None])
+    found = check_against_the_loops(tiny_model().eval(), batch, [None, None])
     assert None not in found.by_distance[:2] and found.by_distance[2:] == [None] * 6
 
 
@@ -237,18 +218,15 @@ def test_keys_outside_a_window_are_left_out_and_results_do_not_depend_on_the_bat
     assert probe.measure_probe(model, lambda: [tiny_batch((7, 7))]).error is None
 
 
-def measure_by_hand(monkeypatch, layers, window=None, lengths=None):
-    """The probe of layers with these logits `[sentences, heads, seq, seq]`."""
+def measure_by_hand(monkeypatch, *layers):
+    """The probe of layers with these logits `[sentences, heads, seq, seq]`, of sentences without padding."""
     count, heads, seq, _ = layers[0].shape
-    sizes = {"num_layers": len(layers), "num_attention_heads": heads, "window": lambda layer: window}
-    batch = sentences([[TEXT] * (n - 2) for n in lengths or [seq] * count], seq)
+    sizes = {"num_layers": len(layers), "num_attention_heads": heads, "window": lambda layer: None}
+    batch = sentences([[TEXT] * (seq - 2)] * count)
     batch = batch._replace(input_ids=torch.arange(count)[:, None])  # the numbers of the sentences
-
-    def made(model, batch):
-        for logits in layers:
-            yield logits[batch.input_ids[:, 0]], window
-
-    monkeypatch.setattr(probe, "layer_logits", made)
+    monkeypatch.setattr(
+        probe, "layer_logits", lambda model, batch: ((logits[batch.input_ids[:, 0]], None) for logits in layers)
+    )
     return probe.measure_probe(SimpleNamespace(config=SimpleNamespace(**sizes)), lambda: cut(batch, 4))
 
 
@@ -260,49 +238,11 @@ def test_a_known_direction_gives_1_and_symmetric_logits_give_half(monkeypatch):
     noise = noise + noise.mT  # no more than noise to tell left from right, for either of two heads
     told = torch.cat([100 * noise, 100 * noise - 0.1 * right], 1)  # only the difference of both heads tells
     symmetric = far.expand(8, 2, 24, 24).float()
-    found = measure_by_hand(monkeypatch, [told, symmetric])
+    found = measure_by_hand(monkeypatch, told, symmetric)
     assert (found.accuracy, found.error, found.by_layer) == (1.0, 0.0, [1.0, 0.5])
-    assert measure_by_hand(monkeypatch, [symmetric]).by_distance == [0.5] * 8
+    assert measure_by_hand(monkeypatch, symmetric).by_distance == [0.5] * 8
     constant = right.expand(8, 2, 24, 24).float()
-    assert measure_by_hand(monkeypatch, [-constant]).by_distance == [1.0] * 8
-    local = measure_by_hand(monkeypatch, [torch.randn(6, 2, 24, 24)], window=3)
-    assert [value is None for value in local.by_distance] == [False] * 3 + [True] * 5
-    logits = torch.zeros(1, 1, 5, 5)  # d is the right-hand logit minus the left-hand one but for specials and padding
-    logits[0, 0, 2] = torch.tensor([1.0, 10, 100, 1000, 10000])
-    expected = torch.zeros(1, 1, 8, 5, dtype=torch.float64)
-    expected[0, 0, 0, 2], expected[0, 0, 1, 2] = 990, 9999
-    assert torch.equal(probe.differences(logits, None), expected)
-    lengths, right = [24, 24, 12, 12, 9, 9], right.float().expand(6, 1, 24, 24).clone()
-    for logits, n in zip(right, lengths, strict=True):
-        for outside in (slice(0, 1), slice(n - 1, 24)):
-            logits[:, outside] *= -50
-            logits[:, :, outside] *= -50
-    assert measure_by_hand(monkeypatch, [right], lengths=lengths).by_distance == [1.0] * 8
-
-
-def test_without_positions_mirrored_and_shuffled_text_is_told_at_chance():
-    rows = random_sentences(12, 14, 40)
-    for place in range(1, 12, 4):  # 1 and 3, 5 and 7, 9 and 11 are scored: a sentence and its mirror image
-        rows[place + 2] = rows[place][::-1]
-    batch, sizes = sentences(rows), {"seq_length": 16, "vocab_size": 40}
-    models = (tiny_model(position_encoding=name, **sizes).eval() for name in ("nope", "alibi", "rope"))
-    nope, alibi, rope = (probe.measure_probe(model, [batch].copy) for model in models)
-    assert nope.by_distance[:6] == [0.5] * 6 and nope.by_layer == [0.5, 0.5]
-    assert alibi.by_layer[0] == 0.5  # layer 2 may know on which side [CLS] and [SEP] are
-    assert rope.by_layer[0] > 0.5
-    rows = [sorted(row) for row in random_sentences(160, 14, 40)]  # the order of the words tells a lot
-    sizes = {"seq_length": 16, "vocab_size": 40}
-    batches = cut(sentences(rows), 32)
-    nope = tiny_model(position_encoding="nope", **sizes).eval()
-    text = probe.measure_probe(nope, lambda: batches)
-    assert text.accuracy > 0.5 + 4 * text.error
-    shuffled = probe.measure_probe(nope, lambda: probe.shuffle_text(batches, seed=5))
-    assert abs(shuffled.accuracy - 0.5) < 4 * shuffled.error < 0.1
-    model = tiny_model(direction_init="free", relative_distance=16, **sizes).eval()
-    with torch.no_grad():
-        model.embeddings.position.distance.mul_(10)
-    shuffled = probe.measure_probe(model, lambda: probe.shuffle_text(batches, seed=5))
-    assert shuffled.accuracy > 0.5 + 4 * shuffled.error
+    assert measure_by_hand(monkeypatch, -constant).by_distance == [1.0] * 8
 
 
 def test_shuffling_moves_only_text_and_depends_on_the_seed_alone():
@@ -360,8 +300,8 @@ def test_every_layer_is_that_of_the_loops(changes):
         assert layer.first_component_kurtosis == pytest.approx(kurtosis, rel=1e-6)
 
 
-def test_layers_run_from_the_embeddings_to_the_last_with_the_f_s_and_f_h_of_self_similarity():
-    model, batch = tiny_model(layernorm_position="pre", relative_table="per-layer").eval(), tiny_batch()
+def test_layers_have_the_f_s_and_f_h_of_self_similarity():
+    model = tiny_model(layernorm_position="pre", relative_table="per-layer").eval()
     found = probe.measure_space(model, sentence_batches, SPECIALS)
     paper = measure_similarity(model, sentence_batches())
     assert found.layers[-1].token_similarity == pytest.approx(paper.token_similarity, rel=1e-9)
@@ -369,21 +309,9 @@ def test_layers_run_from_the_embeddings_to_the_last_with_the_f_s_and_f_h_of_self
     assert [layer.head_similarity for layer in found.layers[1:]] == pytest.approx(paper.head_similarity_by_layer)
     found = probe.measure_space(tiny_model(num_attention_heads=1).eval(), sentence_batches, SPECIALS)
     assert [layer.head_similarity for layer in found.layers] == [None] * 3
-    states = list(layer_states(model, batch))
-    assert len(states) == 3 and not torch.allclose(states[1].hidden, states[2].hidden)
-    nothing = Draws.none(len(batch.input_ids), 2)
-    torch.testing.assert_close(states[0].hidden, model.embeddings.embed(Inputs.of(batch, nothing)))
-    torch.testing.assert_close(states[2].hidden, encode(model, batch))
 
 
-def test_mean_cosine_and_isotropy_disagree_and_a_space_without_extent_or_finite_states_has_neither():
-    """A cloud that is the same in every direction, far from the origin, and one around it that is a line."""
-    generator = torch.Generator().manual_seed(0)
-    cloud = torch.randn(400, 4, generator=generator, dtype=torch.float64)
-    far, line = cloud + 50.0, cloud * torch.tensor([1.0, 0.01, 0.01, 0.01])
-    assert analyses.within([far[:30]]) > 0.99 and probe.isoscore(far.T.cov()) > 0.95
-    assert abs(analyses.within([line[:30]])) < 0.2 and probe.isoscore(line.T.cov()) < 0.01
-    assert probe.effective_rank(far.T.cov()) > 3.9 and probe.effective_rank(line.T.cov()) < 1.01
+def test_a_space_without_extent_or_finite_states_has_neither_isotropy_nor_rank():
     for covariance, *scores in ((torch.zeros(3, 3), None, None), (torch.ones(1, 1), None, 1), (torch.eye(5), 1, 5)):
         found = [probe.isoscore(covariance), probe.effective_rank(covariance)]
         assert found == [score if score is None else pytest.approx(score) for score in scores]
