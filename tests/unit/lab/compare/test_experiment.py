@@ -57,15 +57,19 @@ vocabulary-bfa4386490a2 dataset-bfa4386490a2 shuffled-bfa4386490a2
 """One or more names of each kind of job of the plan, as finished folders have them."""
 
 
-def test_names_of_jobs_stay_and_a_change_in_the_middle_of_a_task_file_is_another_job(tmp_path, monkeypatch):
+def kinds_of(names):
+    return {name.split("-")[0] for name in names}
+
+
+def test_names_of_jobs_stay_and_changed_pairs_or_the_middle_of_a_task_file_are_another_job(tmp_path, monkeypatch):
     """The bytes of a job's inputs are in its name; a number of workers and a baseline are not."""
     monkeypatch.chdir(tmp_path)
-    row = '{"text": "a b", "label": "in order"}\n'
+    row, pair = '{"text": "a b", "label": "in order"}\n', '{"sentence_good": "a b", "sentence_bad": "b a"}\n'
     for name, content in {
         "corpus.txt": "a text of words\n\nanother text\n" * 9,
         "order.yaml": "{train: train.jsonl, valid: train.jsonl, kind: classification}",
         "train.jsonl": row,
-        "pairs/order.jsonl": json.dumps({"sentence_good": "a b", "sentence_bad": "b a"}),
+        "pairs/order.jsonl": pair,
         "glue/RTE/train.tsv": "x",
         "glue/CoLA/train.tsv": "y",
     }.items():
@@ -79,12 +83,15 @@ def test_names_of_jobs_stay_and_a_change_in_the_middle_of_a_task_file_is_another
 
     found = names_of(PLAN)
     assert found >= set(KEYS.split()) and len(found) == 46
-    assert {name.split("-")[0] for name in found} == {name.split("-")[0] for name in KEYS.split()}
+    assert kinds_of(found) == kinds_of(KEYS.split())
     assert found == names_of(PLAN + "workers: 2\nbaseline: BERT\n")
     (tmp_path / "train.jsonl").write_text(row * 100_000)
     long = names_of(PLAN)
     (tmp_path / "train.jsonl").write_text(row * 50_000 + row.replace("a b", "b a") + row * 49_999)
-    assert {name.split("-")[0] for name in long ^ names_of(PLAN)} == {"finetune"} and found != long
+    changed = names_of(PLAN)
+    assert kinds_of(long ^ changed) == {"finetune"} and found != long
+    (tmp_path / "pairs" / "order.jsonl").write_text(pair * 2)
+    assert kinds_of(changed ^ names_of(PLAN)) == {"minimal"}
 
 
 @pytest.fixture
@@ -276,7 +283,6 @@ def test_an_entry_of_rungs_replaces_keys_of_the_file_and_a_mistake_is_one_line(r
         ({"seeds": 2}, "rungs[2].budget: missing"),
         (LOWEST | {"models": ["DDRP"]}, "rungs[2].models: got 'DDRP', expected names of models: BERT (MLM), BERT"),
         (LOWEST | {"models": [{"name": "X"}]}, "rungs[2].models: got {'name': 'X'}, expected names of models: BERT"),
-        (LOWEST | {"sedes": 2}, "rungs[2]: unknown setting 'sedes'; did you mean seeds?"),
         (LOWEST | {"models": ["BERT (MLM)"]}, "rungs[2]: half_budget: got 'BERT (MTH)', expected one of BERT (MLM)"),
     ):
         file = write(rungs | {"rungs": [HIGHEST, rung]})

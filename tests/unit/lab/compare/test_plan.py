@@ -12,7 +12,6 @@ import pytest
 from megatron_ddrp.arguments import parse_arguments as parse_pretraining
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.registry import PLUGINS
-from megatron_ddrp.lab.compare import measures
 from megatron_ddrp.lab.compare.command import parse_arguments
 from megatron_ddrp.lab.compare.measures import make_row
 from megatron_ddrp.lab.compare.page import Page
@@ -34,47 +33,29 @@ def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed_before_anything
     for path, value, expected in (
         ("modles", [], "unknown setting 'modles'; did you mean models?"),
         ("models", [], "models: got [], expected at least one value"),
-        ("models", "BERT", "models[1]: expected settings such as `name: …`, got a str"),
         ("models.0.encoding", "rotary", "models[1].encoding: got 'rotary', expected one of absolute, bert-r"),
         ("models.0.objective", "clm", "models[1].objective: got 'clm', expected one of mlm, mth, electra"),
-        ("models", [{"name": "BERT"}], "models[1].encoding: missing"),
-        ("models.0.name", None, "models[1].name: got None, expected some text"),
         ("models.1.name", "BERT (MLM)", "models[2].name: 'BERT (MLM)' names two models"),
         ("models.1.objective", "mlm", "models[2]: 'BERT (MTH)' is the same as a model before it"),
         ("models.0.flags", {"hcd-wieght": 0}, "models[1].flags: unknown setting 'hcd-wieght'; did you mean hcd-weight"),
         ("seeds", 0, "seeds: got 0: it must be at least 1"),
         ("seeds", [1, 1], "seeds: got [1, 1], expected values that differ"),
         ("seeds", [[1] * 999], "seeds: got [1, 1, 1, 1, 1, 1, ...], expected a whole number"),
-        ("seeds", [[[[1]]]], "seeds: got [[[...]]], expected a whole number"),
         ("budget", {}, "budget: expected either steps or tokens"),
         ("budget", {"steps": 5, "tokens": 9}, "budget: expected either steps or tokens"),
-        ("budget", {"tokens": 1}, "budget.tokens: got 1: it must be at least 2"),
-        ("budget", {"minutes": 1}, "budget: unknown setting 'minutes'; allowed are steps, tokens"),
         ("corpus.input", ["a.txt"], "corpus: expected either input (texts) or data_path"),
         ("corpus.vocab_file", None, "corpus: vocab_file is missing"),
         ("corpus.shuffle", True, "corpus: shuffle needs input (texts); shuffle datasets by megatron-ddrp dataset shuf"),
         ("corpus", both, "corpus: expected other (texts) or other_data_path (prefixes of indexed datasets), not both"),
         ("corpus.tokenizer_type", "BPE", "corpus.tokenizer_type: got 'BPE', expected one of BertWordPieceLowerCase"),
-        ("model", {"num-layer": 2}, "model: unknown setting 'num-layer'; did you mean num-layers?"),
-        ("model", {"num-layers": 0}, "model.num-layers: got 0: it must lie in"),
-        ("training", {"lr": "fast"}, "training.lr: got 'fast', expected a number"),
-        ("training", {"lr-decay-style": "steps"}, "training.lr-decay-style: got 'steps', expected one of"),
         ("training", {"seed": 1}, "training.seed: not allowed here: seeds determines it"),
-        ("training", {"train-iters": 1}, "training.train-iters: not allowed here: budget determines it"),
         ("half_budget", ["DDRP"], "half_budget: got 'DDRP', expected one of BERT (MLM), BERT (MTH)"),
         ("glue", {"tasks": ["RTE"]}, "glue.data_dir: missing"),
         ("glue", {"data_dir": "g", "tasks": ["SQuAD"]}, "glue.tasks: got 'SQuAD', expected one of RTE"),
-        ("glue", {"data_dir": "g", "lr": 0}, "glue.lr: got 0.0: it must be above 0 and at most 1e+12"),
         ("analyses", {"probing": 1}, "analyses: unknown setting 'probing'; allowed are self_similarity, triangle"),
-        ("analyses", {"triangle": -1}, "analyses.triangle: got -1: it must be at least 0"),
         ("expected", {"step_seconds": 1}, "unknown setting 'expected'; the key is gone, leave it out: the time left"),
-        ("workers", 0, "workers: got 0: it must be at least 1"),
-        ("checkpoints", "all", "checkpoints: got 'all', expected a whole number"),
         ("check", "rate", "check: only for an entry of rungs"),
-        ("minimal_pairs", {"score": "pll"}, "minimal_pairs.data_dir: missing"),
         ("minimal_pairs", {"data_dir": "d", "score": "sum"}, "minimal_pairs.score: got 'sum', expected one of"),
-        ("minimal_pairs", {"data_dir": "d", "max_pairs": 0}, "minimal_pairs.max_pairs: got 0: it must be at least 1"),
-        ("tasks", [{"lr": 1}], "tasks[1].file: missing"),
         ("tasks", [{"file": "a.yaml", "epoch": 1}], "tasks[1]: unknown setting 'epoch'; did you mean epochs?"),
         ("tasks", [{"file": "no/such.yaml"}], "tasks[1]: no/such.yaml: no such file; expected YAML with keys such as"),
         ("baseline", "GPT", "baseline: got 'GPT', expected one of BERT (MLM), BERT (MTH)"),
@@ -219,25 +200,13 @@ def test_budgets_become_steps_half_of_one_half_the_steps_and_one_seed_one_data_o
         assert set(open_work(values | own | {"budget": budget}).steps.values()) == {steps}
 
 
-def test_the_ready_plans_are_the_paper_at_three_scales_and_every_encoding_in_two_backbones():
-    files = {file.stem: file for file in (ROOT / "examples" / "compare").glob("*.yaml")}
-    read = {name: read_plans(file) for name, file in files.items()}
-    for name, (plan, *others) in read.items():
-        head = files[name].read_text(encoding="utf-8").split("models:")[0]
-        assert all(f"#   {word}" in head for word in ("hardware", "time", "result")), name
-        assert len(plan.seeds) >= 3 or others or name == "recipe-rates"  # a search, judged by another plan
-        if name in ("cpu-hours", "gpu-30min", "paper"):  # the paper's comparison, whole
-            assert plan.half_budget and plan.glue and plan.analyses.self_similarity
-    backbones = read["backbones"][0].models
-    assert [model.encoding for model in backbones] == [*ENCODINGS, *ENCODINGS]
-    assert not any(model.flags for model in backbones[:12]) and len({model.flags for model in backbones[12:]}) == 1
-    _, grid = read["paper"]
+def test_the_ready_plans_say_what_they_need_and_the_papers_has_its_grid_of_weights():
+    for file in (ROOT / "examples" / "compare").glob("*.yaml"):
+        head = file.read_text(encoding="utf-8").split("models:")[0]
+        assert all(f"#   {word}" in head for word in ("hardware", "time", "result")), file
+    _, grid = read_plans(ROOT / "examples" / "compare" / "paper.yaml")
     weights = {(1.0, 0.01)} | {tuple(float(value) for _, value in model.flags) for model in grid.models}
     assert weights == {(tcd, hcd) for tcd in (0.01, 0.1, 1) for hcd in (0.01, 0.1, 1)} and len(grid.seeds) == 1
-    assert read["measures"][0].minimal_pairs and read["measures"][0].glue and len(read["measures"][0].seeds) == 5
-    rungs = [plan for plan in read["ladder"] if not plan.check]
-    assert {plan.budget.tokens for plan in rungs} == {2**22, 2**24, 2**26}
-    assert all(plan.glue and plan.minimal_pairs and plan.analyses.space and plan.analyses.direction for plan in rungs)
 
 
 PLUGIN = """
@@ -256,12 +225,9 @@ def test_models_of_a_plug_in_take_it_to_every_command_and_change_with_it(values,
     for plugins, words in (
         ({}, r"models\[2\]\.encoding: got 'near-of-a-plan', expected one of absolute"),
         ({"plugins": [str(file)]}, r"plan\.yaml: plugins: --plugin .*near\.py: cannot be read"),
-        ({"plugins": {"near.py": 1}}, r"plugins: got \{'near\.py': 1\}, expected a list of files"),
     ):
         refused(words, plans.read_plan, write(values | plugins))
     values["plugins"] = str(file)  # one file needs no brackets
-    as_json = write(values).rename(tmp_path / "plan.json")
-    refused(r"plan\.json: plugins: only a YAML file of your own may name code", plans.read_plan, as_json)
     file.write_text(PLUGIN)
     try:
         work = open_work(values)
@@ -394,29 +360,17 @@ def test_every_measure_has_its_gain_both_intervals_tables_and_figures_and_anothe
     assert gain.text == "BERT (MLM) over BERT (MTH)" and gain.seeds.mean == pytest.approx(-0.1)
 
 
-def test_changed_pairs_are_other_pairs(tmp_path):
-    pair = json.dumps({"sentence_good": "A cat sleeps.", "sentence_bad": "A cat sleep."}) + "\n"
-    found = []
-    for number in (1, 2):
-        (tmp_path / "pairs.jsonl").write_text(pair * number)
-        found.append(measures._pair_facts(str(tmp_path), None))
-    assert [number for _, number in found] == [1, 2] and found[0][0] != found[1][0]
-
-
 def test_missing_predictions_leave_the_interval_over_items_out(work):
     next((plans.measures_of(work, "glue")[-1].job.output.parent / "predictions").iterdir()).unlink()
     gain = gain_of(work, GLUE)
     assert gain.items is None and gain.seeds.mean == pytest.approx(0.05)
 
 
-def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_refused(work):
+def test_samples_stay_when_the_outputs_are_gone(work):
     before = gain_of(work, GLUE).items
     for score in plans.measures_of(work, "glue"):
         shutil.rmtree(score.job.output.parent)
     assert before and gain_of(work, GLUE).items == before
-    for path in (work.folder / "items").iterdir():
-        path.write_bytes(b"PK")
-    refused(r"items/.*\.npz: damaged", gain_of, work, GLUE)
     shutil.rmtree(work.folder / "items")
     assert gain_of(work, GLUE).items is None
 
@@ -435,10 +389,7 @@ def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(value
     assert {job.name for job in plans.experiment_of(open_work(with_scores)).jobs()} < names
 
 
-def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path):
-    before = {measure.job.name for measure in plans.measures_of(open_work(with_scores), "finetune")}
-    (tmp_path / "valid.jsonl").write_text('{"text": "b a", "label": "shuffled"}\n')
-    assert not before & {measure.job.name for measure in plans.measures_of(open_work(with_scores), "finetune")}
+def test_missing_data_of_a_task_are_refused(with_scores, open_work, tmp_path):
     (tmp_path / "valid.jsonl").unlink()
     refused(r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks", open_work, with_scores)
 
