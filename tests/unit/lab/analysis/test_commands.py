@@ -319,8 +319,7 @@ def write_notes(folder, rare, tokenizer, step=3):
     tensors = note_tensors(notes_of(rare, tokenizer))
     name = f"{checkpoint.BESIDE}-00-of-01.safetensors"
     facts = write_tensors(path / name, {key: Form.of(t) for key, t in tensors.items()}, tensors.items())
-    counts = {"iteration": step, "consumed_samples": 0, "consumed_tokens": 0}
-    state = {**counts, checkpoint.WEIGHTS_ONLY: True, "files": {name: facts}, "config": Config().to_dict()}
+    state = {"iteration": step, checkpoint.WEIGHTS_ONLY: True, "files": {name: facts}, "config": Config().to_dict()}
     checkpoint.write_state(path, state)
     tokenizer.save(folder / checkpoint.TOKENIZER)
     checkpoint.mark_latest(folder, path.name)

@@ -77,10 +77,14 @@ def experiment_of(work: PlanJobs) -> Experiment:
     return Experiment([work.plan], work.folder, work.store)
 
 
-def write_page(work: PlanJobs, claims=None) -> str:
+def page_of_work(work: PlanJobs) -> Page:
+    return Page(experiment_of(work).finished_runs(), work.folder)
+
+
+def write_page(work: PlanJobs) -> str:
     """The text of the page of the jobs finished so far, written with its files."""
     experiment = experiment_of(work)
-    Page(experiment.finished_runs(), work.folder, claims).write(experiment.missing, experiment.times())
+    page_of_work(work).write(experiment.missing, experiment.times())
     return (work.folder / "page.md").read_text(encoding="utf-8")
 
 

@@ -112,7 +112,7 @@ def test_a_store_with_nothing_gives_an_empty_page_and_models_of_different_tokens
     work = open_work(values)
     for run in work.runs:
         plans.finish_run(work, run, LOSSES[run.model.name] + run.seed / 1e4)
-    page = Page(plans.experiment_of(work).finished_runs(), work.folder)
+    page = plans.page_of_work(work)
     (gain,) = [gain for gain in page.gains["models"] if not gain.first.half]
     assert gain.seeds.values == pytest.approx([0.25] * 3) and list(page.results.budgets) == ["40 steps"]
 

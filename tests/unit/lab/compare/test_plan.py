@@ -14,7 +14,6 @@ from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.lab.compare.command import parse_arguments
 from megatron_ddrp.lab.compare.measures import make_row
-from megatron_ddrp.lab.compare.page import Page
 from megatron_ddrp.lab.compare.plan import read_plans
 from megatron_ddrp.lab.compare.rows import as_run
 from megatron_ddrp.lab.compare.tables import Claim, ExperimentValues, gains
@@ -273,7 +272,7 @@ def work(with_scores, open_work):
     for measure in plans.measures_of(work, "minimal-pairs"):
         is_mth, seed = measure.run.model.objective == "mth", work.plan.seeds.index(measure.run.seed)
         gains = [is_mth * (0.08 + 0.04 * seed + own) for own in (0.02, 0, -0.02)]
-        finish_pairs(work, measure, [0.5 + 0.02 * seed + gain for gain in gains], random)
+        finish_pairs(work, measure, [0.5 + 0.02 * seed + gain for gain in gains])
     for score in plans.measures_of(work, "glue", "finetune"):
         is_own = score.job.kind == "finetune"
         task = Task("order", "accuracy", labels=("in order", "shuffled")) if is_own else TASKS["RTE"]
@@ -282,24 +281,17 @@ def work(with_scores, open_work):
     return work
 
 
-def finish_pairs(work, measure, shares, random):
-    """The files of tasks.minimal_pairs, in which a share of each paradigm's pairs is right."""
-    folder = measure.job.output.parent
-    folder.mkdir(parents=True)
-    paradigms, lines, fields = {}, [], {}
+def finish_pairs(work, measure, shares):
+    """The file of tasks.minimal_pairs, in which a share of each paradigm's pairs is right."""
+    paradigms, fields = {}, {}
     for (name, (field, number)), share in zip(PAIRS.items(), shares, strict=True):
-        right = random.permutation(number) < round(share * number)
-        paradigms[name] = {"accuracy": right.mean(), "pairs": number}
-        fields.setdefault(field, []).append(right.mean())
-        line = {"encoder": "e", "seed": None, "paradigm": name, "data": "d", "score": "pll", "load": "iter", "rows": 1}
-        line |= {"seconds": 1.0, "identical": 0, "pieces_good": [2] * number, "pieces_bad": [2] * number}
-        lines.append(line | {"good": [-1.0] * number, "bad": [-1.0 - 1.0 * r for r in right.tolist()]})
+        accuracy = round(share * number) / number
+        paradigms[name] = {"accuracy": accuracy, "pairs": number}
+        fields.setdefault(field, []).append(accuracy)
     average = np.mean([found["accuracy"] for found in paradigms.values()])
-    encoder = {"load": "iter", "macro_average": average, "standard_error": 0.01, "paradigms": paradigms}
+    encoder = {"macro_average": average, "paradigms": paradigms}
     encoder["fields"] = {name: np.mean(values) for name, values in fields.items()}
-    plans.write_lines(folder / "scores.jsonl", lines)
-    measure.job.output.write_text(json.dumps({"encoders": [encoder], "differences": []}))
-    plans.record(work, measure.job)
+    plans.finish_measure(work, measure, {"encoders": [encoder]})
 
 
 def finish_sweep(work, job, task, share, random):
@@ -322,7 +314,7 @@ def gain_of(work, measure):
     return gain
 
 
-def test_every_measure_has_its_gain_both_intervals_tables_and_figures_and_another_model_may_be_the_baseline(
+def test_every_measure_has_its_gain_and_both_intervals_and_another_model_may_be_the_baseline(
     work, with_scores, open_work
 ):
     for measure, difference in ((LOSS, 0.0), (MINIMAL_PAIRS, 0.1), ("order", 0.05), (GLUE, 0.05)):
@@ -341,22 +333,15 @@ def test_every_measure_has_its_gain_both_intervals_tables_and_figures_and_anothe
         accuracies[measure.run.model.objective].append([found[name]["accuracy"] for name in sorted(PAIRS)])
     means = np.mean(np.subtract(accuracies["mth"], accuracies["mlm"]), axis=0)
     assert gain_of(work, MINIMAL_PAIRS).items == pytest.approx(student_interval(means.tolist()))
-    text = plans.write_page(work)
+    page = plans.page_of_work(work)
+    text, (gain,) = page.text({}, [], {}), [one for one in page.numbers()["gains"] if one["measure"] == MINIMAL_PAIRS]
     (row,) = [line for line in text.splitlines() if line.startswith("| MTH is better than MLM") and "+10.00" in line]
     assert row.count(" to ") == 2 and "| 2 | exploratory |" in row
-    assert "](figures/claims-minimal-pairs.png)" in text and "](figures/minimal-pairs.png)" in text
     assert "| BERT (MLM) | 6.5000 ± 0.0000 | 51.00 ± 1.41 |" in text and "order 9 and 200" in text
-    found = json.loads((work.folder / "results.json").read_text())
-    assert found.keys() == {"gains", "values", "onsets"}
-    (gain,) = [one for one in found["gains"] if one["measure"] == MINIMAL_PAIRS]
     assert gain["mean"] == pytest.approx(0.1) and gain["over_items"][0] <= gain["mean"] <= gain["over_items"][1]
-    tex = (work.folder / "tables" / "claims-minimal-pairs.tex").read_text()
-    assert "MTH is better than MLM with BERT" in tex and r"\begin{tabular}" in tex
-    assert (work.folder / "tables" / "scores.csv").is_file()
     (work.folder / "rows.jsonl").unlink()  # rows keep their baseline
     other = open_work(with_scores | {"baseline": "BERT (MTH)"})
-    runs = plans.experiment_of(other).finished_runs()
-    (gain,) = Page(runs, other.folder).gains["models-minimal-pairs"]
+    (gain,) = plans.page_of_work(other).gains["models-minimal-pairs"]
     assert gain.text == "BERT (MLM) over BERT (MTH)" and gain.seeds.mean == pytest.approx(-0.1)
 
 
@@ -400,7 +385,7 @@ def test_space_looks_into_every_run_of_the_full_budget_and_one_job_times_all_mod
     """The page has a table of each once their jobs are done."""
     work = open_work(values | {"analyses": {"space": 10, "throughput": [16, 32]}, "seeds": 2})
     plans.finish_runs(work)
-    text = plans.write_page(work)
+    text = plans.page_of_work(work).text({}, [], {})
     assert "row length" not in text and "Inside the models" not in text
     full = [run for run in work.runs if not run.half]
     spaces = plans.measures_of(work, "space")
@@ -427,7 +412,7 @@ def test_space_looks_into_every_run_of_the_full_budget_and_one_job_times_all_mod
         lengths += [row | {"length": 32, "memory_bytes": None}] * (number == 1)
         encoders.append({"checkpoint": str(run.folder / "iter_0000040"), "lengths": lengths})
     plans.finish_measure(work, timer, {"encoders": encoders})
-    text = plans.write_page(work)
+    text = plans.page_of_work(work).text({}, [], {})
     assert "| BERT (MLM) | 0.0500 ± 0.0707 | 0.0500 ± 0.0707 | 0.1 ± 0.1 |" in text
     assert "| model | row length | tokens/s | quartiles | MiB |" in text
     assert "| BERT (MLM) | 16 | 1,000 | 900 to 4,100 | 1,000 |\n| BERT (MLM) | 32 | 1,000 | 900 to 4,100 |  |" in text
