@@ -344,14 +344,9 @@ def result_of(paradigms):
     return Result("", cells)
 
 
-def slow_error(paradigms):
+def error_of_mean(paradigms):
     """Square root of the sum of s²/n over paradigms, divided by their number; s² is the variance of the 0s and 1s."""
-    total = 0.0
-    for right in paradigms:
-        mean = sum(right) / len(right)
-        variance = sum((value - mean) ** 2 for value in right) / (len(right) - 1)
-        total += variance / len(right)
-    return math.sqrt(total) / len(paradigms)
+    return np.sqrt(sum(np.var(right, ddof=1) / len(right) for right in paradigms)) / len(paradigms)
 
 
 def test_the_distance_from_chance_takes_an_upper_bound_of_the_standard_error_of_a_mean_over_seeds():
@@ -359,12 +354,12 @@ def test_the_distance_from_chance_takes_an_upper_bound_of_the_standard_error_of_
     paradigms = [[1, 1, 0, 1], [0, 1], [1, 1, 1, 1]]
     accuracies, pairs = [sum(right) / len(right) for right in paradigms], [len(right) for right in paradigms]
     row = pairs_row("absolute", 1, accuracies, pairs={f"p{place}": count for place, count in enumerate(pairs)})
-    assert above_chance(results_of([row]).runs) == pytest.approx((sum(accuracies) / 3 - 0.5) / slow_error(paradigms))
+    assert above_chance(results_of([row]).runs) == pytest.approx((sum(accuracies) / 3 - 0.5) / error_of_mean(paradigms))
     assert standard_error([], []) is standard_error([0.5], [1]) is standard_error([0.5, 1.0], [0, 9]) is None
     first, second = [[1, 1, 0, 1], [0, 1, 0, 0]], [[1, 0, 0, 1], [0, 1, 1, 0]]
     rows = [pairs_row("absolute", seed, [sum(r) / 4 for r in runs]) for seed, runs in enumerate((first, second))]
     mean = sum(row["values"]["minimal pairs"] for row in rows) / 2
-    error = (slow_error(first) + slow_error(second)) / 2
+    error = (error_of_mean(first) + error_of_mean(second)) / 2
     assert above_chance(results_of(rows).runs) == pytest.approx((mean - 0.5) / error)
 
 
