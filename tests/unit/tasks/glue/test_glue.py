@@ -5,12 +5,10 @@ import re
 import shutil
 import tarfile
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import FIRST, SECOND, RowForm, usual_rows
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.rows import dev_order, pad_batch, truncate
@@ -18,7 +16,6 @@ from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.table_files import Example
 from megatron_ddrp.tasks.finetune.training import train_order
 from megatron_ddrp.tasks.glue import (
-    PAPER_TASKS,
     TASKS,
     main,
     parse_arguments,
@@ -53,16 +50,9 @@ def row_of(encoded, number):
     return batch.input_ids[0].tolist(), batch.segment_ids[0].tolist()
 
 
-def texts_of(examples):
-    return [example.texts for example in examples]
-
-
 COLA = 'gj04\t1\t\tHe said "go" and left.\ngj04\t0\t*\tHe said go and left\x85 .\n'
 STSB = "index\tsentence1\tsentence2\tscore\n0\tA plane.\tAn air plane.\t4.750\n1\tA man.\tA dog.\t0.000"
 RTE = "index\tsentence1\tsentence2\tlabel\n0\ta b c\td e\tentailment\n1\tf\tg\tnot_entailment\n"
-
-
-SCORE = r"line 2: label .* expected a number from 0 to 5"
 
 
 def write(folder, task, **files):
@@ -98,11 +88,11 @@ def test_tasks_are_read_as_released(tmp_path):
 
 
 BAD_FILES = [
-    ("RTE", RTE, RTE.replace("sentence2", "sentence_2"), r"dev\.tsv, line 2: no column 'sentence2', it has index"),
     ("RTE", RTE, RTE.replace("\tnot_entailment", ""), r"dev\.tsv, line 3: 3 columns, expected 4"),
     ("RTE", RTE, RTE.replace("\tentailment", "\tyes"), r"line 2: label 'yes', expected one of entailment, not_ent"),
     ("RTE", RTE, None, r"dev\.tsv: no such file; RTE needs train\.tsv, dev\.tsv"),
-    *(("STS-B", STSB, STSB.replace("4.750", label), SCORE) for label in ("5.2", "nan", "high", "")),
+    ("STS-B", STSB, STSB.replace("4.750", "5.2"), "line 2: label '5.2', expected a number from 0 to 5"),
+    ("STS-B", STSB, STSB.replace("4.750", "high"), "line 2: label 'high', expected a number from 0 to 5"),
 ]
 
 
@@ -131,7 +121,7 @@ def test_a_few_broken_rows_of_qqp_are_left_out(tmp_path):
     header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
     text = header + "1\t1\t2\ta\tb\t0\n" + "2\t3\t4\tc\n" + "3\t5\t6\td\te\t1\n"
     path, raw = tmp_path / "train.tsv", text.encode()
-    assert texts_of(read_examples(TASKS["QQP"], path, raw, 1)) == [("a", "b"), ("d", "e")]
+    assert read_examples(TASKS["QQP"], path, raw, 1) == [(("a", "b"), 0), (("d", "e"), 1)]
     refused("line 3: 4 columns", read_examples, TASKS["QQP"], path, raw)
 
 
@@ -156,7 +146,7 @@ def test_test_sets_have_headers_and_no_labels_and_a_missing_one_is_named(tmp_pat
     """MNLI has two, and the diagnostic one where it is."""
     write(tmp_path, "CoLA", test="index\tsentence\n0\tShe left.\n1\tLeft she.\n")
     found = read_test(TASKS["CoLA"], tmp_path)
-    assert list(found) == ["CoLA.tsv"] and texts_of(found["CoLA.tsv"]) == [("She left.",), ("Left she.",)]
+    assert list(found) == ["CoLA.tsv"] and [row.texts for row in found["CoLA.tsv"]] == [("She left.",), ("Left she.",)]
     assert np.isnan(encode(TASKS["CoLA"], found["CoLA.tsv"], WordTokenizer(), 16).targets).all()
     text = "index\tsentence1\tsentence2\n0\ta\tb\n"
     write(tmp_path, "MNLI", test_matched=text, test_mismatched=text)
@@ -193,28 +183,21 @@ def test_rows_are_ordered_and_every_one_comes_exactly_once_padded_to_the_longest
         lengths = [len(row_of(encoded, row)[0]) for row in order]
         assert batch.input_ids.shape == (len(order), max(lengths))
         assert (batch.document_ids.sum(axis=1) == lengths).all()
-        assert (batch.labels == IGNORED_LABEL).all()
         for index, (row, length) in enumerate(zip(order, lengths, strict=True)):
             assert batch.input_ids[index, :length].tolist() == row_of(encoded, row)[0]
             assert batch.position_ids[index].tolist() == [*range(length), *[0] * (max(lengths) - length)]
-            assert encoded.targets[row] == row % 2
 
 
-def test_the_table_of_tasks_is_consistent_and_the_paper_averages_eight_without_wnli():
+def test_the_table_of_tasks_is_consistent():
     for task in TASKS.values():
         assert task.metric in KINDS[task.kind].metrics, task
         assert (task.kind == "regression") == (task.label_range is not None) == (not task.labels), task
         assert list(task.labels) == sorted(task.labels), task
         assert task.columns is None or {*task.text_columns, task.label_column} <= set(task.columns), task
-    assert PAPER_TASKS == ("RTE", "STS-B", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI") and "WNLI" in TASKS
 
 
-OFFICIAL = {
-    **{("CoLA", "train.tsv"): 8551, ("CoLA", "dev.tsv"): 1043, ("SST-2", "train.tsv"): 67349},
-    **{("SST-2", "dev.tsv"): 872, ("MRPC", "train.tsv"): 3668, ("MRPC", "dev.tsv"): 408},
-    **{("STS-B", "train.tsv"): 5749, ("STS-B", "dev.tsv"): 1500, ("RTE", "train.tsv"): 2490},
-    **{("RTE", "dev.tsv"): 277, ("QNLI", "dev.tsv"): 5463},
-}
+OFFICIAL = {"CoLA": (8551, 1043), "SST-2": (67349, 872), "MRPC": (3668, 408), "STS-B": (5749, 1500), "RTE": (2490, 277)}
+"""Task → number of rows of its training and of its development file."""
 
 
 def test_official_row_counts(tmp_path):
@@ -223,30 +206,25 @@ def test_official_row_counts(tmp_path):
         pytest.skip(f"the official files are not at hand ({archived})")
     with tarfile.open(archived) as archive:
         archive.extractall(tmp_path, filter="data")
-    found = {}
-    for name, file in OFFICIAL:
-        path = tmp_path / "glue" / name / file
-        found[name, file] = len(read_examples(TASKS[name], path, path.read_bytes(), TASKS[name].broken_rows))
-    assert found == OFFICIAL
-    assert all(TASKS[name].dev_examples == rows for (name, file), rows in OFFICIAL.items() if file == "dev.tsv")
+    for name, sizes in OFFICIAL.items():
+        data = read_task(TASKS[name], tmp_path / "glue")
+        assert (len(data.train), len(data.dev["dev"])) == sizes, name
+        assert TASKS[name].dev_examples == sizes[1]
+    path = tmp_path / "glue" / "QNLI" / "dev.tsv"  # without a training file
+    assert len(read_examples(TASKS["QNLI"], path, path.read_bytes())) == TASKS["QNLI"].dev_examples == 5463
 
 
 MNLI_LABELS, MNLI_FILES = {"contradiction", "entailment", "neutral"}, ["MNLI-m.tsv", "MNLI-mm.tsv"]
 QUICK = ("--epochs", "1", "--seeds", "1", "--predict-test")
 
 
-WRONG = {
-    **{"--seeds 0": "--seeds", "--lr -1": "--lr", "--tasks XNLI": "--tasks", "--grid large": "--grid"},
-    **{"--max-seq-length 4": "--max-seq-length", "--layerwise-lr-decay 1.5": "--layerwise-lr-decay"},
-    **{"--workers 0": "--workers", "--bf16 --fp16": "--fp16", "--max-train-examples 0": "--max-train-examples"},
-    "--start-from-task MNLI": "MNLI: --tasks must name at least one of RTE, MRPC, STS-B",
-}
-
-
 def test_wrong_arguments_exit_with_2_and_bad_data_stops_before_the_encoder_is_loaded(
     glue_dir, bert_folder, out, tmp_path, monkeypatch
 ):
-    for wrong, said in WRONG.items():
+    for wrong, said in (
+        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
+        ("--start-from-task MNLI", "MNLI: --tasks must name at least one of RTE, MRPC, STS-B"),
+    ):
         wrong_arguments(said, parse_arguments, arguments(glue_dir, tmp_path, tmp_path, *wrong.split()))
     wrong_arguments("--data-dir is needed", parse_arguments, ["--output-dir", "out", "--load", "x"])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -321,42 +299,17 @@ def test_some_tasks_start_from_the_best_model_of_another_and_share_its_submissio
     capsys.readouterr()
     main(arguments(three_tasks, bert_folder, out, *more))
     assert "1 of 2 runs to do" in capsys.readouterr().out and len(rows(out)) == 6
+    main(arguments(three_tasks, bert_folder, out, *more, "--lr", "1e-5"))
+    shown = json.loads((out / "table.json").read_text())["encoders"][str(bert_folder)]["tasks"]
+    assert {task: cell["point"]["lr"] for task, cell in shown.items()} == {"CoLA": 1e-5, "MNLI": 1e-5}
     shutil.rmtree(out / "models")
     reason = f"--start-from-task MNLI: the best run of {bert_folder}, MNLI-.*, kept no model in"
     refused(reason, main, arguments(three_tasks, bert_folder, out, *more))
 
 
-def test_the_tables_show_the_settings_of_the_last_command_at_both_stages(three_tasks, bert_folder, out, tmp_path):
-    tasks = ["--tasks", "CoLA", "STS-B", "--start-from-task", "MNLI", "--epochs", "1"]
-    for rate, seeds in (("1e-2", 2), ("1e-5", 1)):
-        main(arguments(three_tasks, bert_folder, out, *tasks, "--lr", rate, "--seeds", str(seeds)))
-        cells = json.loads((out / "table.json").read_text())["encoders"][str(bert_folder)]["tasks"]
-        shown = {task: (cell["point"]["lr"], len(cell["scores"])) for task, cell in cells.items()}
-        assert shown == {task: (float(rate), seeds) for task in ("CoLA", "MNLI")}
-    assert main(["--report", str(out), "--output-dir", str(tmp_path / "all")]) == 0  # chooses among all runs
-    cells = json.loads((tmp_path / "all" / "table.json").read_text())["encoders"][str(bert_folder)]["tasks"]
-    assert [len(cell["scores"]) for cell in cells.values()] == [2, 2]
-
-
-def test_random_weights_are_another_encoder_and_one_report_covers_several_folders(glue_dir, bert_folder, tmp_path):
-    folders = [str(tmp_path / name) for name in "12"]
-    report = ["--report", *folders, "--output-dir", str(tmp_path / "both")]
-    for folder, more in zip(folders, ([], ["--random-init"]), strict=True):
-        main(arguments(glue_dir, bert_folder, folder, "--epochs", "1", *more))
-    loads = [str(bert_folder)] * 2 + [f"{bert_folder}, random weights"] * 2
-    found = [row for folder in folders for row in rows(Path(folder))]
-    assert [row["load"] for row in found] == loads and len({row["encoder"] for row in found}) == 2
-    main(report)
-    text = (tmp_path / "both" / "table.md").read_text()
-    assert all(f"| {load} |" in text for load in loads)
-    refused("no runs.jsonl in it", main, ["--report", str(tmp_path), *report[-2:]])
-    (tmp_path / "2" / "runs.jsonl").write_text("")
-    refused("2: no finished run in its runs.jsonl", main, report)
-
-
 def test_the_flags_of_training_reach_the_run(glue_dir, bert_folder, out, capsys):
     """32 training rows are half as many steps as all 64, and 3, fewer than a batch, are one step per epoch."""
-    flags = ["--seeds", "1", "--epochs", "1", "--layerwise-lr-decay", "0.5", "--micro-batch-size", "3"]
+    flags = ["--seeds", "1", "--epochs", "1", "--layerwise-lr-decay", "0.5", "--micro-batch-size", "3", "--random-init"]
     command = arguments(glue_dir, bert_folder, out, *flags, "--max-seq-length", "500")
     for more in ([], ["--max-train-examples", "32"], ["--max-train-examples", "3", "--epochs", "2"]):
         main([*command, *more])
@@ -364,6 +317,7 @@ def test_the_flags_of_training_reach_the_run(glue_dir, bert_folder, out, capsys)
     assert [(row["train_examples"], row["steps"]) for row in found] == [(64, 8), (32, 4), (3, 2)]
     assert "1 runs of 3 train, 21 dev" in capsys.readouterr().out
     assert {(row["layerwise_lr_decay"], row["micro_batch_size"]) for row in found} == {(0.5, 3)}
+    assert {row["load"] for row in found} == {f"{bert_folder}, random weights"}
     assert {row["max_seq_length"] for row in found} == {load_encoder(bert_folder).max_length} != {500}
 
 
@@ -384,18 +338,15 @@ def test_the_server_gets_numbers_within_the_range_and_names_of_classes(tmp_path)
 
 
 def test_a_second_encoder_gets_a_submission_of_its_own(three_tasks, bert_folder, out, tmp_path, capsys):
-    other = write_bert(tmp_path / "other", spread=0.3)
-    main(arguments(three_tasks, bert_folder, out, *QUICK, "--tasks", "CoLA", "STS-B"))
-    first, plain = archived(out / "submission"), out / "submission"
-    assert f"test predictions of {bert_folder}: written to {plain / 'submission.zip'};" in capsys.readouterr().out
-    main(arguments(three_tasks, other, out, *QUICK, "--tasks", "STS-B"))
-    assert archived(plain) == first
+    other, plain = write_bert(tmp_path / "other", spread=0.3), out / "submission"
+    main(arguments(three_tasks, bert_folder, out, *QUICK))
+    first = archived(plain)
+    main(arguments(three_tasks, other, out, *QUICK))
     (second,) = out.glob("submission-*")
-    assert list(archived(second)) == ["STS-B.tsv"] and archived(second)["STS-B.tsv"] != first["STS-B.tsv"]
+    assert archived(plain) == first and archived(second).keys() == first.keys() == {"CoLA.tsv"}
     told = f"{second / 'submission.zip'}; {plain} keeps those of another encoder"
     assert f"test predictions of {other}: written to {told}" in capsys.readouterr().out
-    owners = [json.loads((folder / "encoder.json").read_text()) for folder in (plain, second)]
-    assert [owner["name"] for owner in owners] == [str(bert_folder), str(other)]
-    assert second.name == f"submission-{owners[1]['encoder']}"
-    main(arguments(three_tasks, bert_folder, out, *QUICK, "--tasks", "MNLI"))
-    assert archived(plain).keys() == {*first, *MNLI_FILES}
+    owner = json.loads((second / "encoder.json").read_text())
+    assert (owner["name"], f"submission-{owner['encoder']}") == (str(other), second.name)
+    main(arguments(three_tasks, bert_folder, out, *QUICK, "--tasks", "STS-B"))
+    assert archived(plain).keys() == {"CoLA.tsv", "STS-B.tsv"}
