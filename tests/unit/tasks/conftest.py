@@ -22,7 +22,6 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
 KINDS_OF_FIRST_WORD = {"red": "colour", "green": "colour", "blue": "colour", "cat": "animal", "dog": "animal"}
 LEARN = ["--lr", "1e-2", "--batch-size", "8", "--epochs", "8", "--seeds", "2"]
-POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 12345\n"
 GLANCE = ["--lr", "1e-3", "--epochs", "1", "--seeds", "1"]
 
 

@@ -17,7 +17,6 @@ from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput
 from megatron_ddrp.data.preprocess.records import parse_chunk
 from megatron_ddrp.tasks.finetune.table_files import columns_of, conll_text, read_rows
 from tests.refusals import refused
-from tests.unit.tasks.conftest import POINTER
 
 ROWS = [{"text": "Rain, soon.", "label": "weather"}, {"text": 'She said "no"\n\u2028twice', "label": "talk"}]
 
@@ -208,24 +207,17 @@ LAYOUT = ", at or after its first question: another layout; expected SQuAD's"
     ("name", "content", "expected"),
     [
         ("a.jsonl", "", ": no rows, expected at least one"),
-        ("a.csv", "text,label\n", ": no rows, expected at least one"),
-        ("a.conll", "-DOCSTART- O\n\n", ": no rows, expected at least one"),
         ("a.jsonl", '{"a": 1}\n{"a": ', f", line 2: not JSON (Expecting value at column 7){ONE_OBJECT}"),
         ("a.jsonl", "3\n", ", line 1: a JSON int, expected one object per line"),
         ("a.json", '[{"a": 1}, 2]', ", row 2: a JSON int, expected one object per line"),
-        ("a.jsonl", '{"a": "\\ud800"}', ", line 1: key 'a' has half a surrogate pair, which is not a character"),
-        ("a.jsonl", '{"a": 1}\n' + "[" * 100_000, f", line 2: not JSON (nested too deeply){ONE_OBJECT}"),
         ("a.json", "[" * 100_000, ": not JSON (a list is not closed"),
         ("a.json", '[{"a": ' + "[" * 100_000, ": not JSON (maximum recursion depth exceeded"),
-        ("a.json", '[{"a": 1}', ": not JSON (a list is not closed, or closed twice); mend it, or copy it again"),
         ("a.json", '[{"a": 1}]]', ": not JSON (a list is not closed, or closed twice"),
         ("a.json", '[{"a": 1},\n{"a": 2', ": not JSON (Expecting ',' delimiter: line 2 column 8 (char 18)); mend"),
         ("a.json", '[{"a": 1}] more', ": not JSON (Expecting value: line 1 column 12 (char 11))"),
         ("a.json", '{\n"a": 1\n}\n{\n"a":: 2\n}\n', ": not JSON (Expecting value: line 5 column 5 (char"),
         ("a.csv", "text,label\ra,x\rb,y\r", r": its lines end in \r alone; convert them: tr '\r' '\n'"),
         ("a.csv", "text,label\ra,x\nb,y\n", r", line 1: a line that ends in \r alone; convert it: tr '\r' '\n'"),
-        ("a.conll", "a O\rb O\r", r": its lines end in \r alone"),
-        ("a.tsv", "text\ta\n".encode("utf-16"), ": in UTF-16, expected UTF-8; write it anew: iconv -f UTF-16 -t"),
         ("a.csv", "text,a\n".encode("utf-16-le"), ": in UTF-16LE, expected UTF-8"),
         ("a.csv", " text ,label\n1,2\n", ", line 2: no column 'text', it has ' text ', label; did you mean ' text '?"),
         ("a.tsv", b"text\na\nb\xff\n", ", line 3: not UTF-8 (byte 0xff); save it as UTF-8"),
@@ -235,13 +227,9 @@ LAYOUT = ", at or after its first question: another layout; expected SQuAD's"
         ("a.csv", "a;b\nc, d;e\n", ", line 1: semicolon-separated; save it with commas, or as .tsv with tabs"),
         ("a.csv", "a\tb\nc\td\n", ", line 1: tab-separated; save it with commas, or as .tsv with tabs"),
         ("a.csv", "a,b,a\n1,2,3\n", ", line 1: column 'a' is twice in the header; rename one"),
-        ("a.tsv", "a\tb\tb\n1\t2\t3\n", ", line 1: column 'b' is twice in the header; rename one"),
-        ("a.csv", "a,,b,\n1,2,3,4\n", ", line 1: column '' is twice in the header; rename one"),
         ("a.jsonl", '{"a": 1}\n{"a": 1, "a": 1}', ", line 2: key 'a' is twice in one object; remove one"),
-        ("a.jsonl", '{"b": {"a": 1, "a": 2}}', ", line 1: key 'a' is twice in one object; remove one"),
         ("a.jsonl", '{"b": 1, "\\u0062": 2}', ", line 1: key 'b' is twice in one object; remove one"),
         ("a.json", '[{"a": 1}, {"a": 1, "a": 2}]', ", row 2: key 'a' is twice in one object; remove one"),
-        ("a.json", '[\n{"a": 1,\n"a": 2}\n]', ", row 1: key 'a' is twice in one object; remove one"),
         ("a.json", '{"data": [{"paragraphs": [], "paragraphs": []}]}', ", line 1: key 'paragraphs' is twice in one"),
         ("a.csv", 'a,b\n1,2\n3,"4\n\n', f", line 3: unexpected end of data{UNQUOTED}"),
         ("a.csv", 'a,b\n1,"2"x\n', f", line 2: ',' expected after '\"'{UNQUOTED}"),
@@ -257,27 +245,18 @@ def test_faults_name_file_and_line(write, name, content, expected):
 
 
 def test_columns_that_a_row_lacks_and_files_that_are_none_are_refused(write, tmp_path):
-    assert fault(write("a.csv", "label\n1\n"), ["text"]) == ", line 2: no column 'text', it has label"
     lines = write("a.jsonl", '{"text": 1}\n{"txt": 1}')
     assert fault(lines, ["text"]) == ", line 2: no column 'text', it has txt; did you mean 'txt'?"
-    assert fault(write("a.conll", "only\ntokens"), ["tags"]) == ", line 1: no column 'tags', it has tokens"
-    for name in ("none.csv", "none.parquet"):
-        assert fault(str(tmp_path / name)) == ": No such file or directory; give a readable file"
+    assert fault(str(tmp_path / "none.csv")) == ": No such file or directory; give a readable file"
     (tmp_path / "folder.csv").mkdir()
     assert fault(str(tmp_path / "folder.csv")) == ": Is a directory; give a readable file"
-    packed = gzip.compress(b"text\n" + os.urandom(1000).hex().encode() + b"\n")
-    assert fault(write("b.csv.gz", packed[:-100])).startswith(": damaged or cut off after")
-    packed = gzip.compress(POINTER.encode())
-    for name, content in (("a.jsonl", POINTER), ("a.csv.gz", POINTER), ("b.csv.gz", packed)):
-        assert fault(write(name, content)).startswith(
-            ": a pointer of Git LFS in place of the file: run git lfs install"
-        )
 
 
 WORDS = "some words " * 100
 PIPED = [
-    *(("a.jsonl", "", f'{{"text": "{WORDS}", "label": 1}}\n'), ("a.csv", "text,label\n", f'"{WORDS}",1\n')),
-    *(("a.tsv", "text\tlabel\n", f"{WORDS}\t1\n"), ("a.conll", "", f"{WORDS}\tO\n\n")),
+    ("a.jsonl", "", f'{{"text": "{WORDS}", "label": 1}}\n'),
+    ("a.csv", "text,label\n", f'"{WORDS}",1\n'),
+    ("a.conll", "", f"{WORDS}\tO\n\n"),
 ]
 
 
