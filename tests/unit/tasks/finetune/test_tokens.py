@@ -137,15 +137,6 @@ def test_long_sentences_and_words_keep_their_labels_and_none_is_there_twice(toke
     assert encoded.answers.classes.tolist() == encoded.targets[encoded.targets != IGNORED_LABEL].tolist() == [5, 1]
 
 
-def test_words_without_labels_are_predicted_all_the_same(tokenizer):
-    encoded = encode(tokenizer, [Example(("unhappy", "ada"), math.nan)])
-    assert np.isnan(encoded.answers.classes).all()
-    predictions = KIND.predictions(TASK, encoded, np.array([9, 4, 9, 9, 7, 9.0]))
-    assert list(KIND.as_values(TASK, predictions)) == [["B-MISC", "I-ORG"]]
-    no_prediction = KIND.predictions(TASK, encoded, np.full(6, math.nan))
-    assert list(KIND.as_values(TASK, no_prediction)) == [[None, None]]
-
-
 def test_the_loss_is_that_of_its_twin(tokenizer):
     """−Σ log softmax of the labels, from float64 lists."""
     encoded = encode(tokenizer, [Example(("unhappy", "ada"), [0.0, 7.0]), Example(("ada",), [3.0])])

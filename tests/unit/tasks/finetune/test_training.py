@@ -60,11 +60,11 @@ def make_run(task="CoLA", seed=1, epochs=6, lr=3e-2, batch=8, micro=8, **more):
     return TuningRun(task, batch, lr, epochs, seed, 128, encoder="e", data="d", micro_batch_size=micro, **more)
 
 
-def do(task="CoLA", seed=1, **more):
+def do(task="CoLA", seed=1, encoder=BagOfPieces, **more):
     torch.manual_seed(0)
     regression = task == "STS-B"
     train, dev = rows(96, 0, regression), {"dev": rows(41, 1, regression)}
-    model = classifier(task, BagOfPieces(), seed)
+    model = classifier(task, encoder(), seed)
     torch.rand(more.pop("drawn_before", 0))
     return dev["dev"], training.finetune(make_run(task, seed, **more), TASKS[task], model, train, dev)
 
@@ -295,23 +295,15 @@ class Puts(BagOfPieces):
         return PutBackward.apply(super().forward(batch))
 
 
-def tune(encoder, precision="fp32"):
-    """Do one run of 3 epochs in micro-batches of half a batch; return its weights and predictions."""
-    torch.manual_seed(0)
-    train, run = rows(16, 0), make_run(epochs=3, micro=4, lr=1e-2, precision=precision)
-    result = training.finetune(run, TASKS["CoLA"], classifier("CoLA", encoder()), train, {"dev": train})
-    return result.model.state_dict(), result.predictions["dev"]
-
-
 def test_the_bar_of_a_run_counts_the_batches_of_training_and_of_every_prediction(monkeypatch):
-    """3 epochs of 2 steps, and after each epoch one batch of 16 development rows, 64 at most."""
+    """3 epochs of 12 steps, and after each epoch one batch of 41 development rows, 64 at most."""
     made = MagicMock()
     monkeypatch.setattr(training, "progress", made)
     monkeypatch.setattr(training.multiprocessing, "parent_process", lambda: None)  # also where the tests run in a fork
-    tune(BagOfPieces)
-    made.assert_called_once_with("batch", 9, "CoLA seed 1", show=True)
+    do(epochs=3)
+    made.assert_called_once_with("batch", 39, "CoLA seed 1", show=True)
     bar = made.return_value.__enter__.return_value
-    assert sum(moved.args[0] if moved.args else 1 for moved in bar.update.call_args_list) == 9
+    assert sum(moved.args[0] if moved.args else 1 for moved in bar.update.call_args_list) == 39
 
 
 def test_settings_are_put_back_as_they_were():
@@ -328,14 +320,16 @@ def test_settings_are_put_back_as_they_were():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_at_an_operator_without_a_deterministic_form_begins_anew(precision, monkeypatch, capsys):
-    expected, predicted = tune(BagOfPieces, precision)
+    shape = {"epochs": 1, "micro": 4, "precision": precision}
+    _, expected = do(**shape)
     monkeypatch.setattr(training, "deterministic", lambda device, real=training.deterministic: real(GPU))
     before = settings()
     for _ in range(2):
         with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
-            weights, again = tune(Puts, precision)
-        assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
-        assert again.tolist() == predicted.tolist()
+            _, again = do(encoder=Puts, **shape)
+        for one, other in zip(again.model.parameters(), expected.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+        assert again.predictions["dev"].tolist() == expected.predictions["dev"].tolist()
     told = "torch's put_ has no deterministic form on this device: results may differ between runs of one seed\n"
     assert capsys.readouterr().err == f"warning: {told}"
     assert settings() == before

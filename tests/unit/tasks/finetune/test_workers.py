@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,9 @@ from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.runs import RunStore, TuningRun
 from megatron_ddrp.tasks.finetune.workers import Sweep
 from megatron_ddrp.tasks.jobs import WAIT, drain
-from tests.integration.launch import TIMEOUT, exit_codes_of, fork_server, redirect_streams
+from tests.integration.launch import TIMEOUT, exit_codes_of, fork_server
 from tests.refusals import refused
-from tests.unit.tasks.conftest import GLANCE, arguments, finished, rows, words
+from tests.unit.tasks.conftest import GLANCE, finished, rows, words
 
 RUNS = [
     TuningRun(task, 16, lr, 4, seed, 128, encoder="e", data="d", micro_batch_size=8)
@@ -32,10 +31,19 @@ RUNS = [
 ]
 
 
-def worker(folder, points=""):
-    """Do RUNS with these points armed."""
+def worker(folder, points="", wait=True):
+    """Do RUNS with these points armed, and note each that begins; end with 1 if some are left to others."""
+
+    def perform(run):
+        with (folder / "begun").open("a") as stream:
+            stream.write(f"{run.name}\n")
+        return finished(run, run.seed / 97, by=os.getpid())
+
     os.environ[VARIABLE] = points
-    drain(RUNS, RunStore(folder / "runs.jsonl"), lambda run: finished(run, run.seed / 97, by=os.getpid()))
+    store = RunStore(folder / "runs.jsonl")
+    drain(RUNS, store, perform, wait=wait)
+    if store.missing(RUNS):
+        sys.exit(1)
 
 
 def test_a_finished_run_is_appended_once_and_a_command_that_does_not_wait_leaves_what_others_hold(tmp_path):
@@ -69,7 +77,7 @@ def lasting_rows(folder):
 
 
 def test_a_sweep_with_killed_workers_ends_as_one_undisturbed(tmp_path, monkeypatch):
-    """One dies with a lease and one after its row; of three others, one is left and ends the sweep."""
+    """One dies with a lease; of three others two die after a row, and one is left and ends the sweep."""
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     for folder in (calm, killed):
         folder.mkdir()
@@ -77,7 +85,6 @@ def test_a_sweep_with_killed_workers_ends_as_one_undisturbed(tmp_path, monkeypat
     worker(calm)
     for points, codes in (
         ("job.leased=SIGKILL@3", [-signal.SIGKILL]),
-        ("job.appended=SIGKILL@7", [-signal.SIGKILL]),
         ("job.appended=SIGKILL@15,job.appended=SIGKILL@25", [-signal.SIGKILL] * 2 + [0]),
     ):
         workers = [fork_server().Process(target=worker, args=(killed, points)) for _ in codes]
@@ -86,50 +93,16 @@ def test_a_sweep_with_killed_workers_ends_as_one_undisturbed(tmp_path, monkeypat
     assert len(lasting_rows(killed)) == len(RUNS) == len({run.name for run in RUNS})
 
 
-def array_task(number, folder, words):
-    """Run a task of the array in this process. It leaves its log, and a line for each run that it begins."""
-    perform = Sweep.perform
-
-    def counted(self, run):
-        with (folder / f"begun-{run.name}").open("a") as stream:
-            stream.write("begun\n")
-        return perform(self, run)
-
-    Sweep.perform = counted
-    redirect_streams(folder / f"task-{number}.log", folder / f"task-{number}.errors")
-    os.environ["SLURM_ARRAY_TASK_ID"] = str(number)
-    sys.exit(glue.main(words))
-
-
-def test_the_tasks_of_an_array_share_the_runs_and_one_of_them_writes_the_table(glue_dir, bert_folder, tmp_path):
-    several = ("--seeds", "4", "--epochs", "1", "--no-wait")
-    glue.main(arguments(glue_dir, bert_folder, tmp_path / "alone", *several))
-    words = arguments(glue_dir, bert_folder, tmp_path / "array", *several)
-    tasks = [fork_server().Process(target=array_task, args=(number, tmp_path, words)) for number in range(3)]
-    assert exit_codes_of(tasks, TIMEOUT) == [0, 0, 0], [path.read_text() for path in tmp_path.glob("task-*.errors")]
-    alone, array = (lasting_rows(tmp_path / out) for out in ("alone", "array"))
-    assert array == alone and len(array) == 4
-    assert [path.read_text() for path in tmp_path.glob("begun-*")] == ["begun\n"] * 4
-    for name in ("table.md", "table.json"):
-        assert (tmp_path / "array" / name).read_text() == (tmp_path / "alone" / name).read_text()
-    logs = [(tmp_path / f"task-{number}.log").read_text() for number in range(3)]
-    wrote = ["written to" in log for log in logs]
-    left = ["being done by other commands" in log and "the last one writes the tables" in log for log in logs]
-    assert any(wrote) and all(one != other for one, other in zip(wrote, left, strict=True))
+def test_the_tasks_of_an_array_share_the_runs_and_the_last_one_finds_all_of_them_done(tmp_path):
+    tasks = [fork_server().Process(target=worker, args=(tmp_path, "", False)) for _ in range(3)]
+    assert {0} <= {*exit_codes_of(tasks, TIMEOUT)} <= {0, 1}
+    assert sorted((tmp_path / "begun").read_text().split()) == sorted(run.name for run in RUNS)
+    assert len(rows(tmp_path)) == len(RUNS)
 
 
 CHANGED = "changed after this command had read it; finished runs are kept; run the same command again"
 ROW = json.dumps({"text": "red dog runs", "label": "colour"}) + "\n"
 MORE = '{"id": 9, "text": "red cat"}\n'
-CHANGES = {
-    "a row more": lambda text: text + ROW,
-    "another label": lambda text: text.replace("animal", "colour", 1),
-    "another text of equal length": lambda text: text.replace("red", "bed", 1),
-    "a new label": lambda text: text.replace("animal", "robot", 1),
-    "rows in another order": lambda text: "".join(text.splitlines(keepends=True)[::-1]),
-    "half a row": lambda text: text[:-20],
-    "nothing": lambda text: "",
-}
 
 
 @pytest.fixture
@@ -138,16 +111,15 @@ def files(topics):
     return TaskFiles(topics / "train.jsonl", topics / "valid.jsonl", (str(topics / "test.jsonl"),))
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("name", ["train", "valid", "test"])
-def test_rows_are_refused_once_their_file_has_changed(files, name, change):
+def test_rows_are_refused_once_their_file_has_changed(files, name):
+    """Here the size of the file stays."""
     path = files.train.with_name(f"{name}.jsonl")
-    path.write_text(3 * path.read_text().replace("bird", "red") + ROW.replace("colour", "animal"))
     data = task_files.read_task(files)
     examples = data.train if name == "train" else data.dev[name]
     before = list(examples)
     assert list(examples) == before
-    path.write_text(change(path.read_text()))
+    path.write_text(path.read_text().replace("red", "bed", 1))
     assert str(path) in str(refused(CHANGED, list, examples))
 
 
@@ -179,13 +151,12 @@ def after_each_run(monkeypatch):
 
 
 @pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
-@pytest.mark.parametrize("name", ["train", "valid"])
-def test_a_sweep_stops_before_a_run_on_changed_rows(topics, bert_folder, checkpoint_folder, out, after_each_run, name):
+def test_a_sweep_stops_before_a_run_on_changed_rows(topics, bert_folder, checkpoint_folder, out, after_each_run):
     """The second encoder reads the rows again."""
-    path = topics / f"{name}.jsonl"
-    after_each_run(lambda: path.write_text(CHANGES["another label"](path.read_text())))
+    path = topics / "train.jsonl"
+    after_each_run(lambda: path.write_text(path.read_text().replace("animal", "colour", 1)))
     command = words(topics, bert_folder, out, *GLANCE, "--load", str(bert_folder), str(checkpoint_folder))
-    refused(rf"{name}\.jsonl: {CHANGED}", main, command)
+    refused(rf"train\.jsonl: {CHANGED}", main, command)
     assert len(rows(out)) == 1
     after_each_run(lambda: None)
     main(command)
@@ -240,6 +211,7 @@ def test_other_ranks_load_the_checkpoint_of_rank_0(topics, training_run, out, mo
     sweeps = [workers._open_on_ranks(options, Ranks(rank, 2, torch.device("cpu"))) for rank in (0, 1)]
     assert [one.options.load for one in sweeps] == [(training_run / "iter_0000003",)] * 2
     assert [run.name for run in sweeps[0].runs] == [run.name for run in sweeps[1].runs] and sent[1] is None
+    assert "= 1 run on cpu, each on 2 ranks; 1 of 1 runs to do" in workers.plan_text(sweeps[0])
 
 
 def test_a_command_that_waits_leaves_no_job_to_others_in_silence(topics, bert_folder, out, monkeypatch, capsys):
@@ -258,25 +230,6 @@ def test_a_test_file_without_labels_that_changed_is_not_predicted(topics, bert_f
     refused(rf"new\.jsonl: {CHANGED}", main, words(topics, bert_folder, out, *GLANCE, "--test", path))
     assert not list((out / "predictions").glob("*test*"))
     assert (out / "table.md").read_text() in capsys.readouterr().out and (out / "table.json").is_file()
-
-
-def test_a_file_that_changes_while_it_is_labelled_leaves_no_output(topics, tmp_path, monkeypatch):
-    path = topics / "new.jsonl"
-
-    class Model(Namespace):
-        def encode(self, texts):
-            path.write_text(path.read_text() + MORE)
-            return Namespace(cut=0)
-
-        def predict(self, encoded):
-            return ["colour"] * 3
-
-    task, columns = Namespace(kind="classification"), Namespace(text="text", pair=None, label="label")
-    model = Model(task=task, columns=columns, max_length=8)
-    monkeypatch.setattr(task_files, "load_finetuned", lambda *_: model)
-    monkeypatch.setattr(task_files, "_TOGETHER", 3)
-    refused(CHANGED, task_files.predict_file, tmp_path, path, tmp_path / "told.csv", torch.device("cpu"))
-    assert not (tmp_path / "told.csv").exists()
 
 
 def test_glue_reads_each_file_once(glue_dir, monkeypatch):
