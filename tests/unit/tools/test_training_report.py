@@ -38,8 +38,6 @@ def text_of(rows, beside=None, **extras):
 
 
 def test_series_and_running_means_hold_what_was_logged_and_few_points_are_drawn_as_points():
-    assert run_report.series(ROWS, "valid_lm_loss") == [(100, 7.0), (200, 6.0)]
-    assert run_report.series(ROWS, "rtd_loss") == []
     assert run_report.Curve("", "lm_loss", factor=100).training_curve(ROWS) == [(1, 900.0), (100, 650.0)]
     values = [(10, 1.0), (20, 2.0), (30, 6.0), (40, 1.0)]
     assert run_report.running_mean(values, 3) == [(20, 3.0), (30, 3.0)]
@@ -168,14 +166,11 @@ def test_perplexities_are_few_and_round_and_the_unigram_level_is_the_entropy_of_
 
 def test_the_cosines_of_training_stand_beside_those_of_validation_and_speed_is_drawn_where_it_was_logged(tmp_path):
     """TCD's is f(S) and HCD's f(H); every other term's validation has its own name."""
+    terms = make_objective(ObjectiveConfig(objective="mth")).terms
+    similarities = {term.name: term.similarity for term in terms if term.similarity}
+    assert similarities == {"tcd_loss": "token_similarity", "hcd_loss": "head_similarity"}
     for panel in run_report.LEARNING:
-        training = {"iteration": 10, "tcd_loss": 1.0, "hcd_loss": 2.0, panel.training: 3.0}
-        validation = {"iteration": 20, "token_similarity": 4.0, "head_similarity": 5.0, f"valid_{panel.training}": 6.0}
-        expected = {"tcd_loss": 4.0, "hcd_loss": 5.0}.get(panel.training, 6.0)
-        assert panel.training_curve([training, validation]) == [(10, 3.0 * panel.factor)], panel.label
-        assert panel.validation_curve([training, validation]) == [(20, expected * panel.factor)], panel.label
-    names = {term.name: term.similarity for term in make_objective(ObjectiveConfig(objective="mth")).terms}
-    assert names == {"lm_loss": None, "tcd_loss": "token_similarity", "hcd_loss": "head_similarity"}
+        assert panel.validation == similarities.get(panel.training, f"valid_{panel.training}"), panel.label
     rows = [{"iteration": step, "peak_memory_gib": gib} for step, gib in ((1, 0.5), (2, 0.75), (3, 0.25))]
     (memory,) = run_report.logged_panels(run_report.SPEED, {"own": rows})
     assert memory.label == "peak memory [GiB]" and memory.training_curve(rows) == [(1, 0.5), (2, 0.75), (3, 0.25)]
@@ -216,11 +211,9 @@ def test_no_run_is_dropped_in_silence_and_damaged_files_are_named(tmp_path, caps
         refused(message, run_report.read_words, table)
 
 
-def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path, monkeypatch):
+def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path):
     pytest.importorskip("matplotlib")
     write_metrics(tmp_path, ROWS)
     (tmp_path / "table.md").write_text("# Fine-tuning scores\n")
-    words = ["--load", str(tmp_path), "--scores-dir", str(tmp_path), "--output-dir", str(tmp_path / "out")]
-    monkeypatch.setattr("sys.argv", ["training_report.py", *words])
-    run_report.main()
+    run_report.main(["--load", str(tmp_path), "--scores-dir", str(tmp_path), "--output-dir", str(tmp_path / "out")])
     assert "\n### Fine-tuning scores\n" in (tmp_path / "out" / "report.md").read_text()
