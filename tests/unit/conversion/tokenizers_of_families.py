@@ -5,6 +5,7 @@ import json
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from tests.sentencepiece_models import train_model
 from tests.unit.conversion.conftest import change_json
@@ -91,6 +92,7 @@ MAKERS = {
 def make(folder, family, **values):
     """Write a family's folder with tokenizer.json and the settings `values`."""
     kind, maker, specials = MAKERS[family]
+    folder.mkdir(exist_ok=True)
     if maker:
         maker(folder, specials, template=True)
         settings(folder, specials)
@@ -102,3 +104,24 @@ def make(folder, family, **values):
         (folder / "vocab.txt").unlink()
     change_json(folder / "config.json", model_type=family)
     change_json(folder / "tokenizer_config.json", **{"tokenizer_class": kind} | values)
+
+
+def assert_written(tokenizer, folder, texts, *originals):
+    """Write a tokenizer into a folder: AutoTokenizer there, and the originals, have its rows; return the written line.
+
+    The last two texts are a pair too.
+    """
+    from transformers import AutoTokenizer
+
+    line = write_tokenizer(tokenizer, folder, 64)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    for sides in (*((text,) for text in texts), texts[-2:]):
+        row, segments, _ = tokenizer.rows.row([tokenizer.encode(side) for side in sides])
+        for theirs in (loaded, *originals):
+            found = theirs(*sides)
+            assert (found["input_ids"], found.get("token_type_ids", [0] * len(row))) == (row, segments), sides
+    roles = [f"{role}_token_id" for role in ROLES]
+    assert [getattr(loaded, role) for role in roles] == [getattr(tokenizer, f"{role}_id") for role in ROLES]
+    assert tokenizer.mask_id in loaded(f"a {loaded.mask_token} a")["input_ids"]
+    assert (len(loaded), loaded.model_max_length) == (tokenizer.vocab_size, 64)
+    return line
