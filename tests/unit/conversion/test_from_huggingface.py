@@ -1,13 +1,7 @@
 """An imported folder computes what transformers computes, and says what it took and what it did not."""
 
 import io
-import json
-import math
-import os
-import random
 import re
-import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -18,12 +12,9 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.families.contract import SUMS
 from megatron_ddrp.conversion.from_huggingface import check_rows, import_folder, load_hugging_face
-from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.text_encoder import load_encoder
-from tests.endurance.damage import kinds
 from tests.refusals import refused
-from tests.unit.conversion import conftest
 from tests.unit.conversion.conftest import READERS, SAFE, change_json, set_keys, stored, write_folder
 from tests.unit.conversion.tokenizers_of_families import small_byte_level
 
@@ -35,36 +26,28 @@ def write_pickle(folder, change=lambda weights: weights):
 
 
 def assert_equal(theirs, folder):
-    """Compare all hidden states and the logits, if there are any; return the configuration of the run."""
-    model, _, config = load_model(folder)
-    assert max(compare(theirs.double(), model.double(), 0).all) < 1e-6
-    return config
+    """Compare all hidden states and the logits, if there are any."""
+    assert max(compare(theirs.double(), load_model(folder)[0].double(), 0).all) < 1e-6
 
 
 def test_bert_and_the_tokenizers(tmp_path, hf, vocab):
-    model = write_folder(hf, vocab, "BertForMaskedLM", layer_norm_eps=1e-6)
+    model = write_folder(hf, vocab, "BertForMaskedLM")
     imported = import_folder(hf, tmp_path / "run")
-    config = assert_equal(model, tmp_path / "run")
-    assert (config.model.position_encoding, config.model.layernorm_epsilon) == ("absolute", 1e-6)
+    assert_equal(model, tmp_path / "run")
     assert imported.weights.left_out == imported.weights.initialised == []
-    assert imported.tokenizer.tokenizer_type == "BertWordPieceLowerCase"
     assert (tmp_path / "run" / "tokenizer" / "vocab.txt").read_bytes() == vocab.read_bytes()
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert names == ["config.json", "iter_0000000", "latest", "tokenizer"]
-    (hf / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    assert import_folder(hf, tmp_path / "cased").tokenizer.tokenizer_type == "BertWordPieceCase"
     (hf / "vocab.txt").unlink()
     small_byte_level(hf)
     imported = import_folder(hf, tmp_path / "bytes")
-    again = load_model(tmp_path / "bytes")[1]
-    assert again.fingerprint == imported.tokenizer.fingerprint and again.encode("ab abc") == [10, 9, 10, 7]
-    assert again.word_starts[[9, 11]].all() and not again.word_starts[10]
+    assert load_model(tmp_path / "bytes")[1].fingerprint == imported.tokenizer.fingerprint
     flags = f"--tokenizer-type HuggingFace --tokenizer-model {tmp_path / 'bytes' / 'tokenizer'}"
     assert imported.summary().count(flags) == 1
     (hf / "tokenizer.json").unlink()
     without = import_folder(hf, tmp_path / "none")
     assert without.config.vocab_size == 20 and "tokenizer:   none" in without.summary()
-    assert "next:" not in without.summary() and "then:" not in without.summary()
+    assert [words for words in ("next:", "then:", "its padding") if words in without.summary()] == []
     assert not (tmp_path / "none" / "tokenizer").exists()
 
 
@@ -89,35 +72,12 @@ def test_pretraining_folder_in_the_oldest_spelling(tmp_path, hf, vocab):
     assert sorted(left_out.removeprefix("left out:").strip().split(", ")) == groups
 
 
-def test_a_bare_encoder_gets_a_new_head(tmp_path, hf, vocab):
-    model = write_folder(hf, vocab, "BertModel")
-    imported = import_folder(hf, tmp_path / "run")
-    assert_equal(model, tmp_path / "run")
-    assert imported.weights.initialised == ["masked-LM head (drawn anew; the folder has none)"]
-    head = load_model(tmp_path / "run")[0].head
-    assert 0.01 < head.dense.weight.std() < 0.03 and torch.all(head.norm.weight == 1)
-
-
-def test_export_then_import_gives_the_same_weights(tmp_path, hf, tokenizer):
-    settings = {"position_encoding": "absolute", "relative_distance": 64}
-    load = conftest.write_checkpoint(tmp_path / "run", tokenizer, **settings)
-    export_checkpoint(load, hf)
-    import_folder(hf, tmp_path / "back")
-    (model, _, config), (back, again, restored) = load_model(load), load_model(tmp_path / "back")
-    assert restored.model == config.model and again.fingerprint == tokenizer.fingerprint
-    for name, weight in model.named_parameters():
-        rows = slice(tokenizer.vocab_size) if name in ("embeddings.token.weight", "head.decoder.bias") else slice(None)
-        assert torch.equal(back.get_parameter(name)[rows], weight[rows]), name
-
-
 def test_rows_without_a_piece_are_cut(tmp_path, hf, vocab):
     model = write_folder(hf, vocab, "BertForMaskedLM", vocab_size=24)
     imported = import_folder(hf, tmp_path / "run")
     assert "4 rows beyond the tokenizer's vocabulary" in imported.summary()
     model.resize_token_embeddings(20)
     assert_equal(model, tmp_path / "run")
-    write_folder(tmp_path / "short", vocab, "BertForMaskedLM", vocab_size=19)
-    refused("20 pieces.*embeds 19", import_folder, tmp_path / "short", tmp_path / "refused")
 
 
 class Malicious:
@@ -128,26 +88,12 @@ class Malicious:
         return open, (str(self.marker), "w")
 
 
-def with_value(value):
-    """Put a value into one of the weights."""
-
-    def change(tensors):
-        tensors["bert.encoder.layer.1.output.dense.weight"][3, 5] = value
-        return tensors
-
-    return stored(change)
-
-
-NOT_FINITE = "bert.encoder.layer.1.output.dense.weight contains a value that is not a finite number"
 REFUSED = {
     "code": (set_keys(model_type="megatron_ddrp"), "config.json: layernorm_position is missing"),
-    "act": (set_keys(hidden_act="gelu_new"), "hidden_act is 'gelu_new'.*'gelu'"),
-    "text": (set_keys(hidden_size="32"), "hidden_size is '32', expected a whole number"),
-    "NaN in JSON": (set_keys(layer_norm_eps=math.nan), "NaN is no number of JSON"),
-    "longer": (set_keys(max_position_embeddings=48), r"embeddings.absolute.weight is \[24, 32\].*\[48, 32\]"),
-    "deeper": (set_keys(num_hidden_layers=3), "the weight for layers.2.* is missing, and .*the folder is incomplete"),
-    "NaN": (with_value(math.nan), NOT_FINITE),
-    "infinity": (with_value(math.inf), NOT_FINITE),
+    "NaN": (
+        stored(lambda tensors: tensors | {"cls.predictions.bias": torch.full((20,), torch.nan)}),
+        "cls.predictions.bias contains a value that is not a finite number",
+    ),
     "another output matrix": (
         stored(lambda tensors: tensors | {"cls.predictions.decoder.weight": torch.zeros(20, 32)}),
         "output matrix differs from its word embedding",
@@ -157,7 +103,6 @@ REFUSED = {
         "type_vocab_size 2, and the weights embed 0 segments",
     ),
     "no weights": (lambda hf: (hf / SAFE).unlink(), "neither model.safetensors nor pytorch_model.bin"),
-    "no folder": (shutil.rmtree, "config.json: No such file"),
 }
 """Content of a folder of a BERT → a function that makes it, and the words of the line."""
 
@@ -196,70 +141,6 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     refused("not an untrained import", import_folder, hf, run, overwrite=True)
 
 
-DAMAGED = 40
-"""Folders of each kind; some hundreds find nothing more."""
-FILES = (
-    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt",
-    "model.safetensors", "modules.json", "sentence_bert_config.json", "1_Pooling/config.json",
-)  # fmt: skip
-
-
-def change_value(path, chance):
-    """Put something strange at a random place of a JSON file."""
-    top = json.loads(path.read_text())
-    inside, places = top, []
-    while isinstance(inside, (dict, list)) and inside:
-        key = chance.choice(list(inside) if isinstance(inside, dict) else range(len(inside)))
-        places.append((inside, key))
-        inside = inside[key]
-    where, key = chance.choice(places)
-    where[key] = chance.choice(conftest.STRANGE)
-    path.write_text(json.dumps(top))
-
-
-def replace(path, chance):
-    deep = "[" * 100_000
-    path.write_text(chance.choice(("", "[]", "{}", "1", "null", '"x"', deep, '{"a":' * 5000, "\0" * 50)))
-
-
-def damage(folder, seed):
-    """Damage one file of a folder; the same seed does the same."""
-    chance = random.Random(seed)
-    path = folder / chance.choice([name for name in FILES if (folder / name).exists()])
-    harms = [*kinds.BYTES.values(), replace, *[change_value] * 7 * (path.suffix == ".json")]
-    harm = chance.choice(harms)
-    return f"{harm.__name__} of {path.name}: {harm(path, chance)}"
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="measures memory in /proc")
-@pytest.mark.parametrize("encoding", ["absolute", "ddrp"])
-def test_a_damaged_folder_is_taken_or_refused_in_one_line(tmp_path, export_of, offline, little_room, encoding):
-    whole, folder = export_of(encoding), tmp_path / "damaged"
-    (whole / SUMS).unlink()  # else nothing but sums would be tested
-    refusals = 0
-    for seed in range(DAMAGED):
-        shutil.copytree(whole, folder)
-        what = damage(folder, seed)
-        for name, read in READERS.items():
-            try:
-                refusals += conftest.refused_in_one_line(partial(read, folder))
-            except BaseException as error:
-                raise AssertionError(f"{name}, seed {seed}, {what}") from error
-        shutil.rmtree(folder)
-    assert refusals > DAMAGED
-
-
-EVIL = """
-from pathlib import Path
-Path({marker!r}).write_text("ran")
-from transformers import BertConfig, BertModel, BertTokenizer
-class EvilConfig(BertConfig):
-    model_type = "evil"
-class EvilModel(BertModel):
-    config_class = EvilConfig
-class EvilTokenizer(BertTokenizer):
-    pass
-"""
 AUTO_MAP = {"AutoConfig": "evil.EvilConfig", "AutoModel": "evil.EvilModel"}
 
 
@@ -272,33 +153,28 @@ def marker(tmp_path, monkeypatch):
 
 @pytest.fixture
 def export(export_of, offline, marker):
-    """Encoding → an exported folder with evil.py in it."""
-
-    def make(encoding):
-        folder = export_of(encoding)
-        (folder / SUMS).unlink()  # no sum shall refuse what is to be refused as code
-        (folder / "evil.py").write_text(EVIL.format(marker=str(marker)))
-        return folder
-
-    return make
+    """An exported BERT with evil.py in its folder."""
+    folder = export_of("absolute")
+    (folder / SUMS).unlink()  # no sum shall refuse what is to be refused as code
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
+    return folder
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_folders_with_code_are_refused(export, marker, reader):
-    folder = export("absolute")
     for file, changes in (
         ("config.json", {"model_type": "evil", "auto_map": AUTO_MAP}),
         ("config.json", {"auto_map": AUTO_MAP}),
         ("config.json", {"attn_implementation": "somebody/kernel"}),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}),
     ):
-        before = (folder / file).read_bytes()
-        change_json(folder / file, **changes)
-        error = refused("code of a folder is never run here", READERS[reader], folder)
-        assert str(folder / file) in str(error) and not marker.exists()
-        (folder / file).write_bytes(before)
-    change_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.EvilTokenizer", None]})
-    assert build_tokenizer("HuggingFace", tokenizer_model=folder).vocab_size == 20, "which reads it as data"
+        before = (export / file).read_bytes()
+        change_json(export / file, **changes)
+        error = refused("code of a folder is never run here", READERS[reader], export)
+        assert str(export / file) in str(error) and not marker.exists()
+        (export / file).write_bytes(before)
+    change_json(export / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.EvilTokenizer", None]})
+    assert build_tokenizer("HuggingFace", tokenizer_model=export).vocab_size == 20, "which reads it as data"
     assert not marker.exists()
 
 
@@ -309,16 +185,15 @@ def test_a_small_tokenizer_beside_a_large_vocabulary_is_warned_of(tmp_path, expo
     for pieces, rows in ((511, 766), (300, 555), (255, 510), (254, 508), (20, 40)):
         assert check_rows(tmp_path, pieces, rows) == ""
         assert f"has {pieces} pieces but its model embeds {rows + 1}" in check_rows(tmp_path, pieces, rows + 1)
-    folder = export("absolute")
-    config = transformers.BertConfig.from_pretrained(folder)
+    config = transformers.BertConfig.from_pretrained(export)
     config.vocab_size = 2 * 20
     for warned in (False, True):
-        transformers.BertForMaskedLM(config).save_pretrained(folder)
-        imported = import_folder(folder, tmp_path / f"imported{warned}")
-        load_hugging_face(folder)
-        encoder = load_encoder(folder)
+        transformers.BertForMaskedLM(config).save_pretrained(export)
+        imported = import_folder(export, tmp_path / f"imported{warned}")
+        load_hugging_face(export)
+        encoder = load_encoder(export)
         told = [imported.warning, capsys.readouterr().err, encoder._encoder.origin, *(str(w.message) for w in recwarn)]
-        line = f"{folder}: its tokenizer has 20 pieces but its model embeds 41: is it the tokenizer of"
+        line = f"{export}: its tokenizer has 20 pieces but its model embeds 41: is it the tokenizer of"
         assert [line in text for text in told[:3]] == [warned] * 3 and any(line in text for text in told[3:]) == warned
         assert len(encoder.fill_mask("red [MASK]", top_k=30)[0]) == 20
         config.vocab_size += 1
@@ -327,29 +202,26 @@ def test_a_small_tokenizer_beside_a_large_vocabulary_is_warned_of(tmp_path, expo
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("broken", [False, True], ids=["with code", "damaged"])
 def test_a_pickle_is_refused_without_advice_to_load_it_unsafely(export, marker, reader, broken):
-    folder = export("absolute")
-    write_pickle(folder, lambda weights: weights if broken else weights | {"more": Malicious(marker)})
-    path = folder / "pytorch_model.bin"
+    write_pickle(export, lambda weights: weights if broken else weights | {"more": Malicious(marker)})
+    path = export / "pytorch_model.bin"
     if broken:
         path.write_bytes(path.read_bytes()[:-5000])
-    error = refused("not a plain file of tensors.*save it as model.safetensors", READERS[reader], folder)
+    error = refused("not a plain file of tensors.*save it as model.safetensors", READERS[reader], export)
     assert "weights_only" not in str(error) and "trust" not in str(error)
     assert not marker.exists()
 
 
 ABSURD = [
-    {"hidden_size": 10**12}, {"hidden_size": 2**20}, {"hidden_size": -32}, {"hidden_size": "abc"}, {"hidden_size": 0},
-    {"num_hidden_layers": 10**9}, {"num_hidden_layers": 200}, {"num_attention_heads": 0}, {"num_attention_heads": 7},
-    {"intermediate_size": 2**21}, {"vocab_size": 10**12}, {"vocab_size": 2**21, "hidden_size": 2**21},
-    {"max_position_embeddings": 2**22}, {"max_position_embeddings": 10**10},
+    {"hidden_size": 10**12}, {"hidden_size": 2**20}, {"hidden_size": "abc"}, {"hidden_size": 0},
+    {"num_hidden_layers": 10**9}, {"num_hidden_layers": 200}, {"num_attention_heads": 7}, {"intermediate_size": 2**21},
+    {"vocab_size": 10**12}, {"vocab_size": 2**21, "hidden_size": 2**21}, {"max_position_embeddings": 2**22},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_absurd_sizes_are_refused_before_anything_is_allocated(export, little_room, reader):
-    folder = export("absolute")
-    before = (folder / "config.json").read_text()
+    before = (export / "config.json").read_text()
     for changes in ABSURD:
-        (folder / "config.json").write_text(before)
-        change_json(folder / "config.json", **changes)
-        refused(re.escape(str(folder)), READERS[reader], folder)
+        (export / "config.json").write_text(before)
+        change_json(export / "config.json", **changes)
+        refused(re.escape(str(export)), READERS[reader], export)
