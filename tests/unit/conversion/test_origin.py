@@ -15,16 +15,17 @@ from safetensors.torch import load_file
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.commands import convert as command
 from megatron_ddrp.config import Config
 from megatron_ddrp.conversion import to_huggingface
 from megatron_ddrp.conversion.families.contract import CARD
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.model_card import Publishing, progress
-from megatron_ddrp.conversion.origin import Origin, read_modules
+from megatron_ddrp.conversion.origin import Origin, read_modules, stated_license
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.atomic import SUM, object_sum
 from megatron_ddrp.engine.checkpoint import Progress
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 from tests.unit.conversion.conftest import SAFE, set_keys, stored, write_checkpoint, write_folder
 
 pytestmark = pytest.mark.usefixtures("few_probes")
@@ -76,24 +77,23 @@ def test_a_sentence_encoder_leaves_as_it_came(tmp_path, hf, encoder):
     assert "fill-mask" not in card
 
 
-@pytest.mark.parametrize("kind", ["RobertaModel", "ModernBertModel", "own"])
+@pytest.mark.parametrize("kind", ["ModernBert", "Ddrp"])
 def test_other_families_leave_without_a_head_too(tmp_path, hf, vocab, tokenizer, kind):
-    if kind == "own":
+    """Norms of the former are the head's here, and all names of the latter are the training model's."""
+    if kind == "Ddrp":
         run = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="ddrp", deberta_emd=True)
         export_checkpoint(run, hf)
         (hf / "export_sums.json").unlink()
         stored(lambda tensors: {name: t for name, t in tensors.items() if name.startswith("encoder.")})(hf)
         set_keys(deberta_emd=False)(hf)
     else:
-        settings = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
-        write_folder(hf, vocab, kind, **settings, **({"type_vocab_size": 1} if "Rob" in kind else {}))
+        write_folder(hf, vocab, "ModernBertModel")
         write_modules(hf)
     import_folder(hf, tmp_path / "start")
-    export = export_checkpoint(tmp_path / "start", tmp_path / "out", family_name="roberta" if "Rob" in kind else None)
-    assert export.family.classes(export.head) == (f"{'Ddrp' if kind == 'own' else kind[:-5]}Model", "AutoModel")
+    export = export_checkpoint(tmp_path / "start", tmp_path / "out")
+    assert export.family.classes(export.head) == (f"{kind}Model", "AutoModel")
     theirs, ours = load_file(hf / SAFE), load_file(tmp_path / "out" / SAFE)
-    prefix = "encoder." if kind == "own" else ""
-    assert {name.removeprefix(prefix) for name in theirs if "pooler" not in name} == ours.keys()
+    assert {name.removeprefix("encoder.") for name in theirs} == ours.keys()
     assert import_folder(tmp_path / "out", tmp_path / "again").origin.is_bare
 
 
@@ -104,10 +104,7 @@ def test_any_other_export_says_how_to_pool_keeps_its_head_and_says_how_long_its_
     import_folder(tmp_path / "out", tmp_path / "start")
     again = export_checkpoint(tmp_path / "start", tmp_path / "again")
     assert again.head == "masked-lm" and read_modules(tmp_path / "again") == read_modules(tmp_path / "out")
-    path = checkpoint.newest(run)
-    state = checkpoint.read_state(path)
-    state["config"]["training"] |= {"seq_length_phases": ["8:0.2", "16:0.5"], "train_iters": 10}
-    checkpoint.write_state(path, state)  # step 3 of 10: rows of 16
+    change_config(run, training={"seq_length_phases": ("8:0.2", "16:0.5"), "train_iters": 10})  # step 3: rows of 16
     assert "rows of up to 16 pieces" in export_checkpoint(run, tmp_path / "phases").summary()
     card = (tmp_path / "phases" / CARD).read_text()
     assert "of up to 16 tokens |" in card and "The model has seen no text of more than 16 pieces." in card
@@ -131,30 +128,26 @@ def test_modules_with_weights_or_code_are_left_out_by_name(tmp_path, kinds, kept
     assert without == left_out
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("{}", "modules.json: expected a list"),
-        ('["x"]', "modules.json: expected an object"),
-        ('[{"path": ""}]', "modules.json: type is missing"),
-        (f'[{{"path": "../x", "type": "{OLD}Transformer"}}]', r"a path is '\.\./x', expected the name of a folder"),
-        (f'[{{"path": ".", "type": "{OLD}Transformer"}}]', r"a path is '\.', expected"),
-        ("[", "modules.json: not JSON"),
-    ],
-)
-def test_damaged_modules_are_refused_before_anything_is_written(tmp_path, hf, encoder, content, words):
+DAMAGED = {
+    "{}": "modules.json: expected a list",
+    '[{"path": ""}]': "modules.json: type is missing",
+    f'[{{"path": "../x", "type": "{OLD}Transformer"}}]': r"a path is '\.\./x', expected the name of a folder",
+    f'[{{"path": ".", "type": "{OLD}Transformer"}}]': r"a path is '\.', expected",
+    "[": "modules.json: not JSON",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_modules_are_refused_before_anything_is_written(tmp_path, hf, encoder, content):
     (hf / "modules.json").write_text(content)
-    refused(words, import_folder, hf, tmp_path / "start")
+    refused(DAMAGED[content], import_folder, hf, tmp_path / "start")
     assert not (tmp_path / "start").exists()
 
 
-@pytest.mark.parametrize(
-    ("card", "license"), [("", None), ("# no metadata", None), ("---\n[\n---", None), ("---\n- mit\n---", None)]
-)
-def test_a_licence_that_no_card_states_is_none(tmp_path, hf, vocab, card, license):
-    write_folder(hf, vocab, "BertModel")
-    (hf / CARD).write_text(card)
-    assert import_folder(hf, tmp_path / "start").origin.license is license
+@pytest.mark.parametrize("card", ["", "# no metadata", "---\n[\n---", "---\n- mit\n---"])
+def test_a_licence_that_no_card_states_is_none(tmp_path, card):
+    (tmp_path / CARD).write_text(card)
+    assert stated_license(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -206,9 +199,8 @@ def run(tmp_path, tokenizer, unchecked):
     manifest[SUM] = object_sum(manifest)
     (home / "wiki_text_document.json").write_text(json.dumps(manifest))
     words = ("3", str(home / "wiki_text_document"), "1", str(home / "gone_text_document"))
-    path = folder / checkpoint.tag(3)
-    state = checkpoint.read_state(path)
-    config = Config.from_dict(state["config"]).replace(
+    change_config(
+        folder,
         data={"data_path": words, "vocab_file": str(home / "vocab.txt"), "index_cache_dir": str(home / "cache")},
         training={"train_iters": 10},
         optimizer={"lr": 3e-4},
@@ -216,8 +208,8 @@ def run(tmp_path, tokenizer, unchecked):
         logging={"wandb_project": "secret-project", "tensorboard_dir": str(home / "boards")},
     )
     layout = {"ranks": 4, "tensor": 1, "pipeline": 1, "zero_stage": 1, "precision": "fp32"}
-    more = {"consumed_samples": 96, "consumed_tokens": 2100, "layout": layout, "config": config.to_dict()}
-    checkpoint.write_state(path, state | more)
+    path, more = folder / checkpoint.tag(3), {"consumed_samples": 96, "consumed_tokens": 2100, "layout": layout}
+    checkpoint.write_state(path, checkpoint.read_state(path) | more)
     return folder
 
 
@@ -321,11 +313,16 @@ def test_a_discriminator_and_a_plain_family_say_what_they_are(tmp_path, tokenize
     assert "trust_remote_code" not in card_of(bert, tmp_path / "plain")
 
 
-def test_the_command_prints_how_to_upload_and_a_card_belongs_to_exports_alone(run, tmp_path, convert):
+def test_the_command_prints_how_to_upload_and_a_flag_belongs_to_its_input_alone(run, tmp_path, convert):
     words = ("--load", run, "--output", tmp_path / "the model", "--license", "mit", "--language", "en")
     upload = convert(*words).stdout.splitlines()[-1]
     assert upload.endswith(f"/README.md, then hf upload USER/NAME '{tmp_path}/the model'")
     assert "license: mit" in (tmp_path / "the model" / CARD).read_text()
-    done = convert("--from-hf", "a", "--output", "b", "--license", "mit")
-    assert done.returncode and "--license needs --load: leave it out" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    for given, flag, needed in (
+        ("--from-hf", ("--license", "mit"), "--load"),
+        ("--from-hf", ("--family", "bert"), "--load"),
+        ("--load", ("--vocab-file", "a"), "--from-hf"),
+        ("--load", ("--int8",), "--onnx"),
+    ):
+        words = [given, "a", "--output", "b", *flag]
+        wrong_arguments(f"^{flag[0]} needs {needed}: leave it out$", command.main, words)

@@ -1,6 +1,5 @@
 """`load_encoder` for Python users: equal to transformers with the export, and to its fill-mask pipeline."""
 
-import json
 import subprocess
 import sys
 import threading
@@ -16,37 +15,33 @@ from megatron_ddrp.config import load_plugin
 from megatron_ddrp.config.registry import PLUGINS, TABLES, plugins_forgotten_after, plugins_within
 from megatron_ddrp.conversion.families.contract import exported_class
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders import encoder as loading
 from megatron_ddrp.encoders.masked_lm import load_masked_lm
 from tests.refusals import refused
-from tests.unit.conversion.conftest import BERT_SPECIALS, SEQ_LENGTH, WORDS, wordpiece, write_checkpoint
+from tests.unit.conversion.conftest import SEQ_LENGTH, SIZES, tokenizer_in, write_checkpoint, write_folder
 from tests.unit.conversion.tokenizers_of_families import FAIRSEQ, byte_level, settings
 
 transformers = pytest.importorskip("transformers")
 huggingface_hub = pytest.importorskip("huggingface_hub")
 
 TEXTS = ["the cat sings.", "red", "blue dogs run, birds sing.", ("the bird", "green cats run")]
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-PIECES = [*BERT_SPECIALS, *WORDS]
-
-
-def in_folder(folder, name, **settings):
-    """Write a model of transformers with random weights and the words' vocabulary; return its folder."""
-    torch.manual_seed(0)
-    cls = getattr(transformers, name)
-    size = {"vocab_size": len(PIECES), "max_position_embeddings": SEQ_LENGTH, "initializer_range": 0.5}
-    cls(cls.config_class(**SIZES, **size, **settings)).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(PIECES) + "\n")
-    of_tokenizer = {"do_lower_case": True, "tokenizer_class": "BertTokenizer"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(of_tokenizer))
-    return folder
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    return write_checkpoint(folder / "run", wordpiece(folder / "vocab.txt", PIECES, "BertWordPieceLowerCase"))
+    return write_checkpoint(folder / "run", tokenizer_in(folder))
+
+
+@pytest.fixture
+def in_folder(tmp_path, run):
+    """Class of transformers → a folder with a model of random weights and the words' vocabulary."""
+
+    def write(class_name):
+        write_folder(tmp_path / class_name, run.parent / "vocab.txt", class_name)
+        return tmp_path / class_name
+
+    return write
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +116,15 @@ def assert_as_the_pipeline(encoder, model, tokenizer, text, top_k=4):
     assert all(each.piece == encoder.tokenizer.pieces[each.id] for of_mask in found for each in of_mask)
 
 
-def test_masks_are_filled_as_by_the_pipeline_with_the_export_and_a_bert(tmp_path, exported, run):
+def test_masks_are_filled_as_by_the_pipeline_with_the_export_and_a_bert(in_folder, exported, run):
     for encoder in (load_encoder(path, device="cpu") for path in (run, exported[0])):
         for text in ("The [MASK] sings.", "[MASK]", "a[MASK]s, the red [MASK] [MASK]"):
             assert_as_the_pipeline(encoder, *exported[1:], text)
-    encoder = load_encoder(in_folder(tmp_path, "BertForMaskedLM"), device="cpu")
+    folder = in_folder("BertForMaskedLM")
+    encoder = load_encoder(folder, device="cpu")
     before = encoder.encode("the cat")
-    model = transformers.BertForMaskedLM.from_pretrained(tmp_path)
-    tokenizer = transformers.BertTokenizer(str(tmp_path / "vocab.txt"))
+    model = transformers.BertForMaskedLM.from_pretrained(folder)
+    tokenizer = transformers.BertTokenizer(str(folder / "vocab.txt"))
     assert_as_the_pipeline(encoder, model, tokenizer, "the [MASK] sings, [MASK].")
     np.testing.assert_array_equal(encoder.encode("the cat"), before)
     np.testing.assert_allclose(before, states_of(model, tokenizer, "the cat")[-1], atol=1e-5)
@@ -141,8 +137,8 @@ def test_masks_are_filled_as_by_the_pipeline_with_a_roberta(tmp_path):
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     tokenizer.add_special_tokens({"mask_token": transformers.AddedToken("<mask>", lstrip=True, special=True)})
     tokenizer.save_pretrained(tmp_path)
-    config = transformers.RobertaConfig(**SIZES, vocab_size=len(tokenizer), max_position_embeddings=40, pad_token_id=1)
-    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    sizes = SIZES | {"vocab_size": len(tokenizer), "max_position_embeddings": 40, "pad_token_id": 1}
+    transformers.RobertaForMaskedLM(transformers.RobertaConfig(**sizes)).save_pretrained(tmp_path)
     encoder = load_encoder(tmp_path, device="cpu")
     assert encoder.mask_token == "<mask>"
     model = transformers.RobertaForMaskedLM.from_pretrained(tmp_path)
@@ -173,30 +169,16 @@ def test_a_wrong_call_is_one_line(encoder):
         ("layers=3: expected numbers from 0 to 2", encoder.encode, "red", {"layers": 3}),
         ('or "all"', encoder.encode, "red", {"layers": "last"}),
         (r"layers=\[\]: expected numbers from 0 to 2 .*, at least one", encoder.encode, "red", {"layers": []}),
-        (r"layers=\[0, 1.5\]: expected numbers", encoder.encode, "red", {"layers": [0, 1.5]}),
-        ("layers=1.5: expected numbers", encoder.encode, "red", {"layers": 1.5}),
         ("max_length=25: expected 5 to 24", encoder.encode, "red", {"max_length": 25}),
         ("max_length='9': expected 5 to 24", encoder.encode, "red", {"max_length": "9"}),
         ("batch_size=0: expected a whole number of at least 1", encoder.encode, ["red"], {"batch_size": 0}),
-        ("batch_size=0: expected", encoder.pool, ["red"], {"batch_size": 0}),
         ("batch_size=2.5: expected", encoder.pool, ["red"], {"batch_size": 2.5}),
         ("how='sum': expected one of mean, cls, max", encoder.pool, "red", "sum", {}),
         ("layer='all': expected one number from 0 to 2, or -1 for the last", encoder.pool, "red", {"layer": "all"}),
-        (r"layer=\[0, 1\]: expected one number", encoder.pool, "red", {"layer": [0, 1]}),
-        ("layer=3: expected one number from 0 to 2", encoder.pool, "red", {"layer": 3}),
-        (r"texts=None: expected a string, a tuple of two strings for a pair, or a list", encoder.pool, None, {}),
-        ("texts=7: expected a string", encoder.tokenize, 7, {}),
+        ("texts=7: expected a string, a tuple of two strings for a pair, or a list", encoder.tokenize, 7, {}),
+        (r"^texts is a table \(dict\), expected a list of texts", encoder.pool, {"text": ["red"]}, {}),
     ):
         refused(words, call, *given, **options)
-
-
-class Frame:
-    """A table that iterates over the names of its columns, as those of pandas do."""
-
-    columns = ("text", "label")
-
-    def __iter__(self):
-        return iter(self.columns)
 
 
 class Series(list):
@@ -208,15 +190,8 @@ class Series(list):
         return list(self)
 
 
-def test_names_of_columns_are_no_texts(encoder):
-    for call in (encoder.encode, encoder.pool, encoder.tokenize):
-        for table in ({"text": ["red"]}, Frame()):
-            kind = rf"^texts is a table \({type(table).__name__}\)"
-            refused(rf'{kind}, expected a list of texts; give one of its .* table\["text"\]$', call, table)
-        assert len(call(Series(["red", "cat"]))) == 2
-
-
-def test_numbers_of_numpy_are_numbers(encoder):
+def test_numbers_of_numpy_are_numbers_and_a_column_of_pandas_is_a_list(encoder):
+    assert encoder.pool(Series(["red", "cat"])).shape == (2, encoder.hidden_size)
     for layers in (np.int64(1), np.array([0, 2])):
         expected = encoder.encode("red cat", layers=layers.tolist())
         np.testing.assert_array_equal(encoder.encode("red cat", layers=layers), expected)
@@ -225,29 +200,22 @@ def test_numbers_of_numpy_are_numbers(encoder):
     assert len(encoder.fill_mask("[MASK]", top_k=np.int64(3))[0]) == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_a_wrong_load_is_one_line(tmp_path):
+    for options, words in (
         ({}, "^/.*nowhere: neither a training checkpoint nor a Hugging Face folder"),
         ({"dtype": "half a float"}, "dtype='half a float': expected float32, bfloat16 or float16"),
         ({"device": "gpu"}, "device='gpu': expected cpu, cuda, or cuda:N for the GPU with number N"),
         ({"device": "meta"}, "device='meta': torch cannot compute on it here; leave it out, or give cpu"),
         ({"device": "cuda:99"}, "device='cuda:99': torch sees .* here; leave it out, or give cpu"),
-        ({"device": "cuda"}, "device='cuda': torch sees no GPU here"),
-    ],
-)
-def test_a_wrong_load_is_one_line(tmp_path, options, words):
-    if options == {"device": "cuda"} and torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    refused(words, load_encoder, tmp_path / "nowhere", **options)
+    ):
+        refused(words, load_encoder, tmp_path / "nowhere", **options)
 
 
-def test_fill_mask_without_a_masked_lm_is_one_line(tmp_path, run):
-    headless = load_encoder(in_folder(tmp_path / "bert", "BertModel"), device="cpu")
-    assert headless.encode("red").shape == (3, 16)
-    refused("bert: fill_mask needs a masked-LM head; the folder lacks", headless.fill_mask, "[MASK]")
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", run.parent / "vocab.txt")
-    discriminator = load_encoder(write_checkpoint(tmp_path / "run", tokenizer, "electra"), device="cpu")
+def test_fill_mask_without_a_masked_lm_is_one_line(tmp_path, in_folder):
+    headless = load_encoder(in_folder("BertModel"), device="cpu")
+    assert headless.encode("red").shape == (3, 32)
+    refused("BertModel: fill_mask needs a masked-LM head; the folder lacks", headless.fill_mask, "[MASK]")
+    discriminator = load_encoder(write_checkpoint(tmp_path / "run", tokenizer_in(tmp_path), "electra"), device="cpu")
     words = "iter_0000003: fill_mask needs a masked-LM head; the run trained a discriminator"
     refused(words, discriminator.fill_mask, "[MASK]")
 
@@ -263,9 +231,6 @@ def test_half_precision_gives_float32_arrays_and_an_encoder_says_what_it_is(run,
         f"<TextEncoder {run}/iter_0000003: ddrp positions, 2 layers x 32, {encoder.num_parameters:,} parameters, "
         "20 pieces, rows of up to 24, float32 on cpu>"
     )
-    of_export = load_encoder(exported[0], device="cpu")
-    head = sum(p.numel() for n, p in encoder.model.named_parameters() if n.startswith("head.")) - 108
-    assert encoder.num_parameters - of_export.num_parameters == head
 
 
 def test_the_documentation_runs(encoder, capsys):
@@ -326,8 +291,7 @@ def test_plug_ins_are_forgotten_and_their_new_code_is_read_and_part_of_the_finge
     plugin.write_text(CODE)
     with plugins_forgotten_after():
         load_plugin(plugin)
-        tokenizer = wordpiece(tmp_path / "vocab.txt", PIECES, "BertWordPieceLowerCase")
-        folder = write_checkpoint(tmp_path / "run", tokenizer, "mlm", position_encoding="tilt")
+        folder = write_checkpoint(tmp_path / "run", tokenizer_in(tmp_path), "mlm", position_encoding="tilt")
         if kind == "export":
             folder = export_checkpoint(folder, tmp_path / "export").output
 
@@ -353,8 +317,8 @@ def test_plug_ins_are_forgotten_and_their_new_code_is_read_and_part_of_the_finge
     assert tables() == before
 
 
-def test_a_thread_that_fills_a_mask_leaves_the_states_of_another_alone(tmp_path):
-    encoder = load_encoder(in_folder(tmp_path, "BertForMaskedLM"), device="cpu")
+def test_a_thread_that_fills_a_mask_leaves_the_states_of_another_alone(in_folder):
+    encoder = load_encoder(in_folder("BertForMaskedLM"), device="cpu")
     filled, expected, found = encoder.fill_mask("the [MASK] [MASK]"), encoder.pool(["the cat", "red"]), []
 
     def pool_elsewhere(*_):
@@ -397,11 +361,10 @@ def test_threads_take_turns_with_their_plug_ins(tmp_path):
     assert found == [["one"], ["two"]] and tables() == before
 
 
-@pytest.mark.parametrize("hub_has_bars", [True, False])
-@pytest.mark.parametrize("has_bars", [True, False])
-def test_transformers_speaks_as_before_a_load(has_bars, hub_has_bars, tmp_path):
+@pytest.mark.parametrize(("has_bars", "hub_has_bars"), [(True, False), (False, True)])
+def test_transformers_speaks_as_before_a_load(has_bars, hub_has_bars, in_folder):
     logging, hub = transformers.logging, huggingface_hub.utils
-    folder = in_folder(tmp_path, "BertForMaskedLM")
+    folder = in_folder("BertForMaskedLM")
     before = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub.are_progress_bars_disabled()
     logging.set_verbosity_info()
     (logging.enable_progress_bar if has_bars else logging.disable_progress_bar)()
@@ -416,12 +379,12 @@ def test_transformers_speaks_as_before_a_load(has_bars, hub_has_bars, tmp_path):
         (hub.disable_progress_bars if before[2] else hub.enable_progress_bars)()
 
 
-def test_an_encoder_without_a_pooler_gives_no_pooled_vector_and_texts_without_a_known_piece_are_counted(tmp_path):
+def test_an_encoder_without_a_pooler_gives_no_pooled_vector_and_texts_without_a_known_piece_are_counted(in_folder):
     for name in ("RobertaModel", "AlbertModel", "MPNetModel", "BertModel"):
-        encoder = load_encoder(in_folder(tmp_path / name, name), device="cpu")
+        encoder = load_encoder(in_folder(name), device="cpu")
         with torch.inference_mode():
             output = encoder.model(torch.tensor([[2, 6, 7, 3]]))
-        assert output.pooler_output is None and output.last_hidden_state.shape == (1, 4, 16), name
+        assert output.pooler_output is None and output.last_hidden_state.shape == (1, 4, 32), name
     told = r"^2 of 4 texts had no piece but \[UNK\]: the vocabulary knows nothing in them; use an encoder of their"
     for call in (encoder.pool, encoder.encode):
         with pytest.warns(UserWarning, match=told) as warned:
