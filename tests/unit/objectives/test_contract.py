@@ -7,16 +7,14 @@ import torch
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.batches.word_counts import RareWords
-from megatron_ddrp.model import build_model
-from megatron_ddrp.model.heads import gumbel_argmax, replace_tokens, rtd_sums, rtd_targets
+from megatron_ddrp.model.heads import gumbel_argmax
 from megatron_ddrp.model.stages import blend, window_means
 from megatron_ddrp.objectives import contract
 from megatron_ddrp.objectives.contract import losses_of, make_objective, sample_heads, sample_keys, sample_tokens
 from megatron_ddrp.objectives.electra import NoteDictionary, window_places
 from megatron_ddrp.objectives.masked import MaskedLM
 from tests.reference import objectives as loops
-from tests.reference.objectives import replaced_token_detection
-from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config, with_keys
+from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_model, with_keys
 
 SEQ = 16
 WORDS = RareWords(np.arange(4, dtype=np.uint64), np.full(4, 100), np.arange(4), np.arange(1, 5))
@@ -158,28 +156,18 @@ def test_an_objective_is_of_the_class_that_its_name_has_now(monkeypatch):
         assert type(make_objective(ObjectiveConfig(objective="mlm"))) is own
 
 
-def test_rtd_follows_the_loops():
-    generator = torch.Generator().manual_seed(0)
-    originals = torch.randint(0, 4, (3, 9), generator=generator)
-    valid = torch.arange(9) < torch.tensor([9, 5, 2])[:, None]
-    places = torch.tensor([0, 3, 4, 10, 13, 18])
-    seen = replace_tokens(originals, places, torch.randint(0, 4, (6,), generator=generator))
-    logits = torch.randn(3, 9, generator=generator, dtype=torch.float64, requires_grad=True)
-    expected = replaced_token_detection(logits, seen.tolist(), originals.tolist(), valid.tolist())
-    targets = rtd_targets(seen, originals, valid.long())
-    assert (targets == IGNORED_LABEL).sum() == 11 and (targets == 1).sum() < 6, "no draw met its original"
-    ours = rtd_sums(logits, targets)
-    torch.testing.assert_close(ours[0], expected[0])
-    assert [int(count) for count in ours[1:]] == list(expected[1:])
-    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (ours[0], expected[0])))
-
-
 def test_each_rate_has_its_own_count():
-    totals = dict.fromkeys(("lm_loss", "tcd_loss", "hcd_loss", "rtd_loss"), 0.0) | {"sequences": 3}
-    totals |= {"predicted": 20, "generator_correct": 5, "tokens": 80, "rtd_correct": 60, "replaced": 16}
-    row = losses_of(totals | {"replaced_found": 4}, make_objective(ObjectiveConfig("electra")))
-    expected = {"generator_accuracy": 5 / 20, "rtd_accuracy": 60 / 80, "rtd_recall": 4 / 16, "replaced_share": 16 / 80}
-    assert row | expected == row
+    totals = dict.fromkeys(("lm_loss", "tcd_loss", "hcd_loss", "rtd_loss"), 0.0) | {"sequences": 3, "predicted": 20}
+    totals |= {"lm_correct": 7, "generator_correct": 5, "tokens": 80, "rtd_correct": 60, "replaced": 16}
+    of_electra = {
+        "generator_accuracy": 5 / 20,
+        "rtd_accuracy": 60 / 80,
+        "rtd_recall": 4 / 16,
+        "replaced_share": 16 / 80,
+    }
+    for name, expected in (("mlm", {"lm_accuracy": 7 / 20}), ("electra", of_electra)):
+        row = losses_of(totals | {"replaced_found": 4}, make_objective(ObjectiveConfig(name)))
+        assert row | expected == row
 
 
 def dictionary(width=WIDTH, **changes):
@@ -193,10 +181,8 @@ def noted_batch(predicted=2, seed=0):
     return batch._replace(note_ids=note_ids)
 
 
-def model_for(objective="mlm", seed=0, share=0.5, **changes):
-    torch.manual_seed(seed)
-    config = tiny_config(**changes)
-    return build_model(config, objective=ObjectiveConfig(objective=objective, notes=True, notes_mix=share)).double()
+def model_for(objective, **changes):
+    return tiny_model(objective=ObjectiveConfig(objective=objective, notes=True, notes_mix=0.5), **changes)
 
 
 def draws_of(batch, objective):
@@ -246,7 +232,7 @@ def test_the_model_takes_the_notes_of_its_last_hidden_states(objective):
 
 def test_the_update_is_that_of_the_loops_in_any_order():
     generator = torch.Generator().manual_seed(0)
-    ours, twin = dictionary(width=5, notes_decay=0.3), {}
+    ours, other, twin = dictionary(width=5, notes_decay=0.3), dictionary(width=5, notes_decay=0.3), {}
     for _ in range(3):
         words = [1, 3, 1, 1, 4, 3]
         vectors = torch.randn(6, 5, generator=generator)
@@ -254,20 +240,14 @@ def test_the_update_is_that_of_the_loops_in_any_order():
         twin = loops.update(twin, list(zip(words, vectors.double(), strict=True)), 0.3)
         order = torch.randperm(6, generator=generator)
         ours.update(names[order.numpy()], vectors[order])
+        other.update(names, vectors)
+        assert torch.equal(ours.notes, other.notes)
     for word in (1, 3, 4):
         torch.testing.assert_close(ours.notes[word - 1].double(), twin[word], rtol=1e-6, atol=1e-7)
     assert ours.met.tolist() == [True, False, True, True] and not ours.notes[1].any()
 
 
-def test_a_first_note_enters_unblended_one_of_an_overflow_not_at_all_and_16_bits_hold_it_to_their_precision():
-    vectors = torch.randn(40, 5)
-    names = np.array([[1, sequence, position] for sequence in range(8) for position in range(5)])
-    one, other = dictionary(width=5), dictionary(width=5)
-    one.update(names, vectors)
-    order = torch.randperm(40)
-    other.update(names[order.numpy()], vectors[order])
-    assert torch.equal(one.notes, other.notes)
-    torch.testing.assert_close(one.notes[0], vectors.mean(0))
+def test_a_note_of_an_overflow_does_not_enter_and_16_bits_hold_one_to_their_precision():
     notes = dictionary(width=2)
     notes.update(np.array([[1, 0, 0], [2, 0, 1]]), torch.tensor([[1.0, 2.0], [float("inf"), 0.0]]))
     assert notes.met.tolist() == [True, False, False, False]

@@ -8,50 +8,29 @@ import pytest
 import torch
 
 from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig, TrainingConfig
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.memory import RankPart, activation_bytes
-from megatron_ddrp.model import build_model
 from megatron_ddrp.model import embeddings as similarity
 from megatron_ddrp.model.attention.logits import Attended, Attending
 from megatron_ddrp.model.heads import masked_lm_sum
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.stages import Draws, Inputs
 from megatron_ddrp.objectives import contract
-from megatron_ddrp.objectives.contract import Rate, Term, losses_of, make_objective
+from megatron_ddrp.objectives.contract import Rate, Term, make_objective
 from megatron_ddrp.objectives.masked import PARTS, MaskedLM, agreement, contrast_sum, document_lengths
 from tests.reference import objectives as twin
 from tests.reference.tensors import assert_same, random
 from tests.refusals import refused
-from tests.unit.model.tiny import encode, named_sums, packed_batch, some_draws, tiny_batch, tiny_config, tiny_model
+from tests.unit.model.tiny import encode, named_sums, packed_batch, tiny_batch, tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
 LENGTHS = (7, 4, 2, 1, 0)
 COUNTED = 3
 """Rows of `LENGTHS` with at least two valid tokens."""
-SEQ, HIDDEN, HEADS, DIM = 7, 6, 4, 3
+SEQ, HIDDEN = 7, 6
 VALID = torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None]
-WHOLE = VALID.unsqueeze(1)
 COSINES = {1: similarity.token_cosine, 2: partial(similarity.token_cosine, squared=True)}
-ALLOWED = (VALID.unsqueeze(-1) & VALID.unsqueeze(-2)).unsqueeze(1)
 CONTRAST = ObjectiveConfig(objective="token-contrast")
-
-
-def test_sum_equals_the_twin_also_beside_padding_and_without_predictions():
-    logits = (torch.randn(6, 9, dtype=torch.float64) * 5).requires_grad_()
-    labels = torch.tensor([0, 8, IGNORED_LABEL, 3, 3, IGNORED_LABEL])
-    fast, slow = masked_lm_sum(logits, labels), twin.masked_lm(logits, labels)
-    torch.testing.assert_close(fast, slow, rtol=1e-13, atol=0)
-    (got,), (expected,) = torch.autograd.grad(fast, logits), torch.autograd.grad(slow, logits)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
-    logits = torch.randn(4, 6, dtype=torch.float64)
-    padded = torch.cat((logits, torch.full((4, 3), float("-inf"), dtype=torch.float64)), 1)
-    labels = torch.tensor([0, 5, 2, 2])
-    torch.testing.assert_close(masked_lm_sum(padded, labels), twin.masked_lm(logits, labels), rtol=1e-13, atol=0)
-    logits = torch.randn(0, 6, requires_grad=True)
-    loss = masked_lm_sum(logits, torch.empty(0, dtype=torch.long))
-    loss.backward()
-    assert loss == 0 and logits.grad.shape == (0, 6)
 
 
 @pytest.mark.parametrize("as_rate", [False, True])
@@ -82,27 +61,6 @@ def test_half_precision_is_summed_and_reduced_in_fp32(dtype):
         torch.testing.assert_close(got.double(), cosine(hidden.double(), mask), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("right", [0, 1, 3])
-def test_accuracy_counts_the_predicted_tokens_whose_likeliest_piece_is_the_label(right):
-    batch = tiny_batch()
-    model = build_model(tiny_config(), objective=ObjectiveConfig(objective="mlm"))
-    places = (batch.labels != IGNORED_LABEL).nonzero().tolist()
-    assert len(places) > 3
-    for number, (row, column) in enumerate(places):
-        best = int(model.head.logits(encode(model, batch)[row, column]).argmax())
-        batch.labels[row, column] = best if number < right else (best + 1) % model.head.vocab_size
-    sums = named_sums(model, batch, some_draws(batch))
-    assert sums["lm_correct"] == right
-    totals = {name: x.item() for name, x in sums.items()} | {"predicted": len(places), "sequences": 1, "tokens": 9}
-    assert losses_of(totals, model.head.objective)["lm_accuracy"] == pytest.approx(right / len(places))
-
-
-def loop_hcd(query, key, heads, scale=1.0):
-    """The twin on the logits of rows that count: `[COUNTED]`."""
-    logits = query @ key.transpose(-1, -2) * scale
-    return torch.stack([twin.hcd([logits[row]], [heads], VALID[row].tolist()) for row in range(COUNTED)])
-
-
 @pytest.mark.parametrize("tokens", [2, 3, 50])
 @pytest.mark.parametrize("power", [1, 2])
 def test_tcd_equals_the_twin(tokens, power):
@@ -119,29 +77,6 @@ def test_tcd_equals_the_twin(tokens, power):
     (gradient,) = torch.autograd.grad(fast.sum(), hidden)
     marked = (token_mask > 0) & (torch.tensor(LENGTHS) >= 2)[:, None]
     assert gradient.isfinite().all() and gradient[~marked].eq(0).all() and gradient[marked].abs().sum(-1).gt(0).all()
-
-
-@pytest.mark.parametrize("heads", [[0, 1], [1, 3], [0, 2, 3], [0, 1, 2, 3]], ids=str)
-def test_hcd_of_content_by_grams_and_of_logits_equals_the_twin(heads):
-    query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
-    gram = similarity.content_gram(query[:, heads], key[:, heads], WHOLE, 0.3).squeeze(1)
-    assert_same(similarity.cosine_of_gram(gram)[:COUNTED], loop_hcd(query, key, heads), [query, key], atol=1e-12)
-    logits = (query[:, heads] @ key[:, heads].transpose(-1, -2) * 0.3).masked_fill(~ALLOWED, 0).flatten(2)
-    torch.testing.assert_close(gram, logits @ logits.transpose(1, 2), rtol=0, atol=1e-12)
-    logits = random(len(LENGTHS), HEADS, SEQ, SEQ)
-    fast = similarity.logits_cosine(logits[:, heads], ALLOWED, WHOLE).squeeze(1)
-    slow = [twin.hcd([logits[row]], [heads], VALID[row].tolist()) for row in range(COUNTED)]
-    assert_same(fast[:COUNTED], torch.stack(slow), [logits], atol=1e-12)
-
-
-def test_hcd_of_all_content_heads_equals_the_twin_and_the_other_two_closed_forms():
-    query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
-    by_sum = similarity.content_cosine_of_all(query, key, WHOLE).squeeze(1)
-    assert_same(by_sum[:COUNTED], loop_hcd(query, key, list(range(HEADS))), [query, key], atol=1e-12)
-    by_gram = similarity.cosine_of_gram(similarity.content_gram(query, key, WHOLE, 0.7)).squeeze(1)
-    by_logits = similarity.logits_cosine(query @ key.transpose(-1, -2), ALLOWED, WHOLE).squeeze(1)
-    torch.testing.assert_close(by_sum[:4], by_gram[:4], rtol=0, atol=1e-12)  # one token still has a 1×1 head
-    torch.testing.assert_close(by_logits[:4], by_gram[:4], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -162,34 +97,6 @@ def test_zero_vectors_give_finite_values_and_gradients(dtype):
         assert value.isfinite().all()
         value.sum().backward()
     assert hidden.grad.isfinite().all() and query.grad.isfinite().all()
-
-
-def test_documents_of_a_packed_row_count_as_rows_of_their_own():
-    """Documents of 4 and 3 tokens in one row, and the same two in rows of their own: every form, with gradients."""
-    lengths, seq = (4, 3), 8
-    document_ids = torch.tensor([[1] * 4 + [2] * 3 + [0]])
-    documents = similarity.document_mask(document_ids, 2)  # [1, 2, seq]
-    allowed = (documents.unsqueeze(-1) & documents.unsqueeze(-2)).any(1, keepdim=True)
-    hidden, query, key = random(1, seq, HIDDEN), random(1, HEADS, seq, DIM), random(1, HEADS, seq, DIM)
-
-    def forms(hidden, query, key, documents, allowed):
-        some = slice(0, 2)
-        logits = query @ key.transpose(-1, -2)
-        by_gram = similarity.cosine_of_gram(similarity.content_gram(query[:, some], key[:, some], documents, 1.0))
-        by_sum = similarity.content_cosine_of_all(query, key, documents)
-        by_logits = similarity.logits_cosine(logits[:, some], allowed, documents)
-        of_tokens = [cosine(hidden, documents.long()) for cosine in COSINES.values()]
-        return torch.stack((*of_tokens, by_gram, by_sum, by_logits))  # [forms, batch, documents]
-
-    packed = forms(hidden, query, key, documents, allowed)[:, 0]  # [forms, 2]
-    alone, start = [], 0
-    for length in lengths:
-        part = slice(start, start + length)
-        ones = torch.ones(1, 1, length, dtype=torch.bool)
-        everything = torch.ones(1, 1, length, length, dtype=torch.bool)
-        alone.append(forms(hidden[:, part], query[:, :, part], key[:, :, part], ones, everything)[:, 0, 0])
-        start += length
-    assert_same(packed, torch.stack(alone, dim=1), [hidden, query, key], atol=1e-12)
 
 
 ALL = ObjectiveConfig(objective="head-disagreement", objective_options=("value=0.5", "attention=2"))
