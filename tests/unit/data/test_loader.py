@@ -125,15 +125,6 @@ def test_the_text_of_a_full_row_may_continue_behind_it():
     assert (ids != MASK).all() and (batch.input_ids == MASK).any()  # read before they are masked
 
 
-def test_each_epoch_holds_each_sample_once_in_its_own_order():
-    samples, orders = fake_samples(48), []
-    for epoch in range(2):
-        rows = sum((documents_in_rows(make_loader(samples).step(48 * epoch + 16 * step)) for step in range(3)), [])
-        orders.append([numbers_of(samples)[original(ids, labels)[1:-1]] for _, ids, labels, *_ in rows])
-        assert sorted(orders[-1]) == list(range(48))
-    assert orders[0] != orders[1]
-
-
 def test_masks_change_with_the_epoch_and_stay_in_every_evaluation():
     samples = fake_samples(16)
     first, second = (documents_in_rows(make_loader(samples).step(consumed)) for consumed in (0, 16))
@@ -175,22 +166,16 @@ def test_refuses_ids_outside_the_vocabulary_by_the_corpus_of_the_id(wrong):
 
 def test_the_words_of_a_blend_are_read_or_refused():
     for words, prefixes, weights in (
-        (["A"], ("A",), None),
         (["7"], ("7",), None),
         (["A", "B", "C"], ("A", "B", "C"), None),
-        (["0.1", "A", "2", "B"], ("A", "B"), (Fraction(1, 10), Fraction(2))),
-        (["1", "A", "1", "./2024"], ("A", "./2024"), (Fraction(1), Fraction(1))),
-        (["1e3", "A"], ("A",), (Fraction(1000),)),
+        (["0.1", "A", "1e3", "./2024"], ("A", "./2024"), (Fraction(1, 10), Fraction(1000))),
         (["2024_01", "news"], ("2024_01", "news"), None),
     ):
         assert loader.read_blend(words, "--data-path") == (prefixes, weights)
     for words, message in (
         ([], "--data-path is empty"),
         (["0.3", "A", "B"], "got 3 words of which 1 are numbers"),
-        (["0.3", "A", "0.7"], "got 3 words of which 2 are numbers"),
         (["A", "0.3", "B", "0.7"], "expected a weight before every prefix or before none"),
-        (["A", "0.3"], "expected a weight before every prefix or before none"),
-        (["0.3", "0.7"], "got 2 words of which 2 are numbers"),
         (["0", "A", "1", "B"], "weight 0 must be a number above 0"),
         (["1", "A", "-2", "B"], "weight -2 must be a number above 0"),
         (["nan", "A", "1", "B"], "weight nan"),
@@ -385,7 +370,7 @@ def test_micro_batches_of_all_ranks_are_of_one_size_and_smaller():
         assert sum(everything) < 0.55 * 64 and max(everything) < micro
 
 
-def test_rows_are_cut_to_their_longest_nearly_full_and_the_same_again():
+def test_rows_are_cut_to_their_longest_and_nearly_full():
     for made, seq_length in ((make_loader(), SEQ), (pack_loader(micro=2), PACKED_SEQ)):
         widths = [batch.input_ids.shape[1] for batch in made.step(0)]
         longest = [(batch.document_ids > 0).sum(axis=1).max() for batch in made.step(0)]
@@ -393,6 +378,3 @@ def test_rows_are_cut_to_their_longest_nearly_full_and_the_same_again():
     batches = pack_loader(micro=16).step(0)
     tokens = sum(int((batch.document_ids > 0).sum()) for batch in batches)
     assert tokens >= 0.95 * sum(batch.input_ids.size for batch in batches)
-    for one, other in zip(pack_loader().step(128), pack_loader().step(128), strict=True):
-        for a, b in zip(one.arrays(), other.arrays(), strict=True):
-            assert a.tobytes() == b.tobytes() and a.flags.c_contiguous
