@@ -9,11 +9,12 @@ import gzip
 import hashlib
 import lzma
 import os
+import re
+import sys
 import threading
 import tracemalloc
 import zlib
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import zstandard
@@ -186,18 +187,13 @@ def cases(packing):
     found = {
         "one": (red, RED),
         "two": (red + blue, BOTH),
-        "many": (pack(b"") + b"".join(pack(BOTH[i : i + 1]) for i in range(len(BOTH))), BOTH),
-        "empty first": (empty + red, RED),
+        "many": (empty + b"".join(pack(BOTH[i : i + 1]) for i in range(len(BOTH))), BOTH),
         "empty between": (red + empty + empty + blue, BOTH),
-        "empty last": (red + blue + empty, BOTH),
         "empty alone": (empty, b""),
         "nothing": (b"", None),
         "zeros first": (b"\0" * 4 + red, None),
-        "zeros alone": (b"\0" * 512, None),
         "letters first": (b"text" + red, None),
-        "a newline behind": (red + b"\n", None),
         "letters behind": (red + blue + b"trailing garbage", None),
-        "letters between": (red + b"text" + blue, None),
         "another format behind": (red + PACK[".gz" if packing != ".gz" else ".xz"](BLUE), None),
         "zeros and letters behind": (red + b"\0" * 8 + b"text", None),
     }
@@ -205,7 +201,6 @@ def cases(packing):
         text = BOTH if packing == ".gz" or (packing == ".xz" and zeros % 4 == 0) else None
         found[f"{zeros} zeros behind"] = (red + blue + b"\0" * zeros, text)
         found[f"{zeros} zeros between"] = (red + b"\0" * zeros + blue, text)
-    found |= {f"cut {size} bytes into the second": (red + blue[:size], None) for size in (1, 2, 5, 9, len(blue) - 1)}
     if packing == ".xz":
         alone = lzma.compress(BOTH, lzma.FORMAT_ALONE)
         found |= {
@@ -219,8 +214,7 @@ def cases(packing):
         }
     if packing == ".zst":
         found |= {
-            "a skippable frame first": (skippable(4) + red + blue, BOTH),
-            "skippable frames between": (red + skippable(0) + skippable(10_000) + blue, BOTH),
+            "skippable frames around": (skippable(4) + red + skippable(0) + skippable(10_000) + blue, BOTH),
             "a skippable frame last": (red + blue + skippable(9), BOTH),
             "a cut skippable frame": (red + blue + skippable(9)[:-1], None),
             "skippable frames alone": (skippable(9) * 2, b""),
@@ -283,26 +277,18 @@ def test_no_flipped_bit_and_no_cut_shortens_a_file_in_silence(tmp_path, packing)
 @pytest.mark.parametrize("step", [1, 7, 1 << 20])
 def test_a_pipe_is_read_alike_however_it_is_written(tmp_path, packing, step):
     """Its first write may be shorter than the bytes by which the packing is known."""
-    path = tmp_path / "pipe"
+    path, content = tmp_path / "pipe", PACK[packing](RED) + PACK[packing](BLUE)
     os.mkfifo(path)
 
-    def write(content):
+    def write():
         with open(path, "wb", buffering=0) as pipe:
             for start in range(0, len(content), step):
                 pipe.write(content[start : start + step])
 
-    for name, (content, text) in cases(packing).items():
-        chosen = name in ("two", "empty between", "8 zeros between", "letters behind", "a skippable frame first")
-        if not chosen and not name.startswith("cut"):
-            continue
-        writer = threading.Thread(target=write, args=(content,))
-        writer.start()
-        try:
-            read = [text for (text,) in iter_documents([str(path)])]
-        except UserError:
-            read = None
-        writer.join()
-        assert read == (None if text is None else ["red", "blue"]), name
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert [text for (text,) in iter_documents([str(path)])] == ["red", "blue"]
+    writer.join()
 
 
 @pytest.mark.parametrize("packing", PACK)
@@ -329,21 +315,12 @@ def test_a_damaged_packed_file_of_a_folder_is_not_left_out(tmp_path):
     refused(r"wiki_01\.bz2: damaged or cut off after", find_inputs, [str(tmp_path)])
 
 
-def test_a_tracked_sequence_is_whole_and_its_bar_knows_the_total(monkeypatch):
-    tqdm = MagicMock()
-    monkeypatch.setattr("megatron_ddrp.data.progress.tqdm", tqdm)
-    assert list(track("abc", "letter", "spelling")) == ["a", "b", "c"]
-    expected = {"total": 3, "unit": "letter", "desc": "spelling", "leave": False}
-    assert expected.items() <= tqdm.call_args.kwargs.items() and tqdm.call_count == 1
-    assert tqdm.return_value.__enter__.return_value.update.call_count == 3
-
-
-def test_bars_say_nothing_of_short_work_and_name_what_goes_on_behind_a_full_one(capsys, tmp_path):
+def test_bars_say_nothing_of_short_work_and_name_what_goes_on_behind_a_full_one(capsys, tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"12345")
-    with progress("row", 2, show=False) as hidden, reading_progress([tmp_path / "file"]) as reading:
-        assert reading.total == 5 and hidden.disable
+    with reading_progress([tmp_path / "file"]) as reading:
+        assert reading.total == 5
         reading.update(5)
-    assert list(track([1], "item")) == [1]
+    assert list(track("abc", "letter")) == ["a", "b", "c"]
     assert capsys.readouterr().err == ""
     with progress("row", 2) as bar, progress("row", 2, show=False) as hidden:
         bar.update(2)
@@ -353,3 +330,6 @@ def test_bars_say_nothing_of_short_work_and_name_what_goes_on_behind_a_full_one(
         bar.start_t -= 11
         show_phase(bar, "learning the pieces")
         assert "learning the pieces: 100%" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # a terminal shows even short work
+    assert list(track("abc", "letter", "spelling")) == ["a", "b", "c"]
+    assert re.search(r"spelling: +0%.* 0/3 ", capsys.readouterr().err)
