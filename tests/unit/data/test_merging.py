@@ -7,7 +7,6 @@ import gzip
 import json
 import lzma
 import os
-import random
 from pathlib import Path
 
 import numpy as np
@@ -124,44 +123,21 @@ def test_refusals_leave_everything_as_it_was(tmp_path):
 
 WORDS = ["the", "cat", "sat", "##s", ".", "on", "mat", "a"]
 KEYS = ("text", "title")
+LINES = '{"text": "the cats", "title": "a mat"}\n\n  \n{"text": "", "title": "cat"}\n{"text": "sat.", "title": ""}\n'
+PARAGRAPHS = "the cat\nsat\n\n \t\na mat\n\xa0\u3000\n\n\x0b\nthe cat\n\x85\non the mat\n\n"
+ARTICLE = '<doc id="1" url="u" title="T">\nthe cat\n\nsat\n</doc>\n'
+FILES = {
+    **{"a.jsonl": LINES * 20, "b.txt": "\ufeff" + PARAGRAPHS * 5 + "a mat", "c": ARTICLE * 8, "d.jsonl": ""},
+    **{"e.json": '[{"text": "the", "title": "a"}, {"text": "cat", "title": "mat"}]', "f": LINES, "g.txt": ARTICLE * 2},
+    **{"h.txt": "a mat", "last.jsonl": '{"text": "the cat", "title": "a mat"}'},
+    "z.txt": "",  # begins where the last part ends
+}
+"""Name → content, in every format that can be read from the middle."""
 
 
-def some_text(chance):
-    return " ".join(chance.choices(WORDS, k=chance.randint(0, 12)))
-
-
-def json_lines(chance, end):
-    lines = []
-    for _ in range(chance.randint(0, 20)):
-        lines += [json.dumps({"text": some_text(chance), "title": some_text(chance)})]
-        lines += [chance.choice(["", "  "])] * chance.choice([0, 0, 0, 1, 3])
-    return end.join(lines) + chance.choice(["", end, end * 3])
-
-
-def paragraphs(chance, end):
-    lines = []
-    for _ in range(chance.randint(0, 20)):
-        lines += [some_text(chance) or "a" for _ in range(chance.randint(1, 4))]
-        lines += [chance.choice(["", " \t", "\x0b", "\xa0\u3000", "\x85"])] * chance.choice([1, 1, 2, 5])
-    return end.join(lines) + chance.choice(["", end, "a mat"])
-
-
-def articles(chance, end):
-    texts = ((some_text(chance) for _ in range(3)) for _ in range(chance.randint(1, 8)))
-    return "".join(end.join([f'<doc id="{n}" url="u" title="T">', *own, "</doc>", ""]) for n, own in enumerate(texts))
-
-
-def write_files(folder, chance):
-    """Files of every format that can be read from the middle."""
-    kinds = {"a.jsonl": json_lines, "b.txt": paragraphs, "c": articles, "d.json": json_lines, "e.txt": articles}
-    kinds |= {"j.json": lambda *given: f"[{','.join(filter(str.strip, json_lines(*given).splitlines()))}]"}
-    kinds |= {"f": json_lines, "g.txt": paragraphs, "h.jsonl": lambda *_: "", "i.txt": lambda *_: "a mat"}
-    for name in chance.sample(sorted(kinds), 5):
-        text = kinds[name](chance, chance.choice(["\n", "\r\n"]))
-        mark = chance.choice(["", "\ufeff"]) if "." in name else ""
-        (folder / name).write_bytes((mark + text).encode())
-    (folder / "last.jsonl").write_text('{"text": "the cat", "title": "a mat"}')  # or there might be no file to read
-    (folder / "z.txt").touch()  # begins where the last part ends
+def write_files(folder, end="\n"):
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content.replace("\n", end).encode())
     return find_inputs([str(folder)])
 
 
@@ -176,14 +152,14 @@ def texts(files, chunk_bytes):
     return found
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_each_document_is_in_exactly_one_part(tmp_path, seed):
-    chance = random.Random(seed)
-    files = write_files(tmp_path, chance)
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
+@pytest.mark.parametrize("chunk_bytes", [1, 50, 1 << 20])
+def test_each_document_is_in_exactly_one_part(tmp_path, end, chunk_bytes):
+    files = write_files(tmp_path, end)
     whole = texts(files, 1 << 20)
     for of in (1, 2, 3, 5, 8, len(whole) + 10, 200):
         own = [own_files(files, Partition(part, of)) for part in range(1, of + 1)]
-        assert [text for part in own for text in texts(part, chance.choice([1, 50, 1 << 20]))] == whole
+        assert [text for part in own for text in texts(part, chunk_bytes)] == whole
         assert sum(map(own_bytes, own)) == own_bytes(files)
         assert {file.path for part in own for file in part} == {file.path for file in files}
 
@@ -220,15 +196,14 @@ def test_what_is_no_part_is_refused_and_parts_know_the_names_and_the_sizes_of_al
 @pytest.fixture
 def folder(tmp_path):
     """A vocabulary, and a corpus of plain, packed and Parquet files."""
-    chance = random.Random(3)
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    write_files(corpus, chance)
-    rows = [{"text": some_text(chance), "title": some_text(chance)} for _ in range(9)]
+    write_files(corpus)
+    rows = [{"text": "the cat " * number, "title": "a mat"} for number in range(9)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), corpus / "b.parquet", row_group_size=4)
-    (corpus / "c.txt.gz").write_bytes(gzip.compress(paragraphs(chance, "\n").encode()))
-    (corpus / "d.jsonl.gz").write_bytes(gzip.compress(json_lines(chance, "\n").encode()))
+    for name, content in (("c.txt.gz", PARAGRAPHS), ("d.jsonl.gz", LINES)):
+        (corpus / name).write_bytes(gzip.compress(content.encode()))
     return tmp_path
 
 
@@ -247,10 +222,8 @@ def run_parts(folder, of, **changes):
 def test_the_merge_of_all_parts_is_one_run_byte_for_byte(folder, of, monkeypatch):
     once = preprocess(config(folder)).prefixes
     monkeypatch.setattr(pipeline, "CHUNK_BYTES", 64)
-    chance = random.Random(0)
     for (key, parts), alone in zip(run_parts(folder, of).items(), once, strict=True):
-        chance.shuffle(parts)
-        merged = merge(folder / key, parts)
+        merged = merge(folder / key, parts[::-1])
         assert same_files(alone, merged.prefix) and list(verify(merged.prefix)) == []
         found, expected = merged.manifest, IndexedDataset(alone).manifest
         assert (found.pop("tokenizer_path"), expected.pop("tokenizer_path")) == ("vocab.txt", "../vocab.txt")
