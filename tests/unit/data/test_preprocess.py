@@ -18,7 +18,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tokenizers
 
 import megatron_ddrp
 from megatron_ddrp.commands import preprocess as preprocess_command
@@ -30,10 +29,11 @@ from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from tests.datasets import wordpiece_job
 from tests.refusals import refused, wrong_arguments
 from tests.sentencepiece_models import train_model
+from tests.unit.data.tokenizer_folders import byte_bpe, plain_bpe
+from tests.unit.data.tokenizer_folders import write as write_tokenizer
 
 TOOL = Path(__file__).parents[3] / "tools" / "preprocess_data.py"
-SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-VOCAB = [*SPECIALS, "the", "cat", "sat", "##s", ".", "on", "mat", "a"]
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", ".", "on", "mat", "a"]
 TEXTS = ["The cats sat.", "", "cat", "\u200b \n", "On the mat.\nA cat sat. The mat."]
 
 
@@ -90,30 +90,16 @@ def test_one_document_one_sequence_without_specials(folder):
     assert ", 4.0 MB/s → p.{bin,idx,json}" in result.summary()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_unknown_pieces_are_counted_and_many_are_told_loudly(folder, capsys, workers):
+def test_unknown_pieces_are_counted_and_many_are_told_loudly(folder, capsys):
     words = {"few": "the cat " * 99 + "dog dog", "many": "the cat " * 98 + "dog cow pig"}  # 1.00 and 1.5 %
     lines = [json.dumps(words) + "\n", json.dumps({"few": "cat", "many": "the dog"}) + "\n"]
     (folder / "words.jsonl").write_text("".join(lines))
-    flags = {"input": (str(folder / "words.jsonl"),), "json_keys": ("few", "many"), "workers": workers}
-    done = preprocess(config(folder, **flags))
+    done = preprocess(config(folder, input=(str(folder / "words.jsonl"),), json_keys=("few", "many")))
     counts = [IndexedDataset(prefix).manifest["unknown_tokens"] for prefix in done.prefixes]
     assert counts == [2, 4] and [key.tokens for key in done.by_key] == [201, 201]
     assert "1.49% unknown pieces" in done.summary()  # 6 of 402
     [warning] = capsys.readouterr().err.rpartition("\r")[2].splitlines()  # on a busy machine a bar stands before it
     assert f"warning: {done.prefixes[1]}: 4 of 201 tokens (2.0%) are unknown pieces" in warning
-
-
-def test_a_cased_vocabulary_under_a_lower_casing_type_is_doubted(folder, capsys):
-    pieces = [*VOCAB, "The", "Cat", "##S", "Caf\u00e9"]
-    (folder / "cased.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
-    flags = {"vocab_file": str(folder / "cased.txt"), "overwrite": True}
-    preprocess(config(folder, **flags))
-    [warning] = capsys.readouterr().err.splitlines()
-    assert warning.startswith("warning: 4 of 17 pieces can never occur")
-    assert "did you mean BertWordPieceCase, or, in a Hugging Face folder" in warning
-    preprocess(config(folder, tokenizer_type="BertWordPieceCase", **flags))
-    assert "can never occur" not in capsys.readouterr().err
 
 
 def test_sentences_are_sequences_grouped_into_documents_and_punkts_own_across_line_breaks_and_cases(folder):
@@ -138,22 +124,16 @@ def test_sentences_are_sequences_grouped_into_documents_and_punkts_own_across_li
 def test_sentences_have_the_ids_of_the_whole_text(folder, kind):
     """Without the blank of its first word, a sentence's first word is joined to the last one of the sentence before."""
     pytest.importorskip("nltk")
-    text = "The cat sat. A mat é 🚀.  The cat!\nOn a mat. 🚀🚀 it sat."
+    text = "The cat sat. A mat \u00e9 \U0001f680.  The cat!\nOn a mat. \U0001f680\U0001f680 it sat."
     (folder / "in.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": " "}) + "\n")
     if kind.startswith("SentencePiece"):
         options = {"add_dummy_prefix": False, "remove_extra_whitespaces": False, "byte_fallback": True}
         options |= {"model_type": "bpe", "vocab_size": 285}
-        train_model(folder / "m.model", ["the cat sat. on a mat"] * 9, **options)
-        flags = {"tokenizer_type": "SentencePiece", "tokenizer_model": str(folder / "m.model")}
+        model = train_model(folder / "m.model", ["the cat sat. on a mat"] * 9, **options)
+        flags = {"tokenizer_type": "SentencePiece", "tokenizer_model": str(model)}
     else:
-        backend, alphabet = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]")), sorted(set(text))
-        if kind == "byte-level":
-            alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-            backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        options = {"vocab_size": len(alphabet) + 15, "special_tokens": SPECIALS, "initial_alphabet": alphabet}
-        backend.train_from_iterator([text] * 9, tokenizers.trainers.BpeTrainer(**options))
-        backend.save(str(folder / "tokenizer.json"))
-        flags = {"tokenizer_type": "HuggingFace", "tokenizer_model": str(folder)}
+        made = byte_bpe() if kind == "byte-level" else plain_bpe(sorted({*text}))
+        flags = {"tokenizer_type": "HuggingFace", "tokenizer_model": str(write_tokenizer(folder / "hf", made))}
     of_kind = {**flags, "vocab_file": None, "append_eod": True}
     [whole] = preprocess(config(folder, **of_kind)).prefixes
     [split] = preprocess(config(folder, **of_kind, split_sentences=True)).prefixes
@@ -189,7 +169,9 @@ def test_a_fault_in_a_worker_stops_with_its_line_and_leaves_nothing(folder):
         stream.write("{bad\n")
     refused(r"in\.jsonl:6: not JSON", preprocess, config(folder, workers=2))
     assert outputs(folder) == {}
-    result = preprocess(config(folder, on_error="skip"))
+    refused(r"in\.jsonl:6: not JSON", estimate, config(folder))
+    found, result = (action(config(folder, on_error="skip")) for action in (estimate, preprocess))
+    assert (found.skipped, found.first_skipped, found.by_key) == (1, result.first_skipped, result.by_key)
     assert result.skipped == 1 and IndexedDataset(result.prefixes[0]).manifest["skipped"] == 1
     assert "1 unreadable records skipped (first: " in result.summary()
 
@@ -204,14 +186,16 @@ def test_existing_output_stays_unless_overwrite_and_impossible_settings_are_refu
     (folder / "in.jsonl").write_text('{"body": "a"}\n')
     reason = r"1 records skipped, the first because of .*in\.jsonl:1: no key 'text', it has body"
     refused(reason, preprocess, config(folder, overwrite=True, on_error="skip"))
+    link = folder / "out" / "p_title_document.bin"
+    link.symlink_to("nothing")
+    refused(f"{link.name}: exists already", preprocess, config(folder, json_keys=("title",)))
+    assert link.is_symlink()
     wrong_arguments("given twice", config, folder, json_keys=("a", "a"))
     wrong_arguments("--json-keys a/b: expected a key without /", config, folder, json_keys=("text", "a/b"))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_named_pipes_process_substitutions_and_standard_input_are_read(folder, capfd, monkeypatch, packed):
-    data, pipe, copy = (folder / "in.jsonl").read_bytes(), folder / "pipe", folder / "copy"
-    data = gzip.compress(data) if packed else data
+def test_named_pipes_process_substitutions_and_standard_input_are_read(folder, capfd, monkeypatch):
+    data, pipe, copy = gzip.compress((folder / "in.jsonl").read_bytes()), folder / "pipe", folder / "copy"
     copy.write_bytes(data)
     expected = Path(preprocess(config(folder)).prefixes[0] + ".bin").read_bytes()
     os.mkfifo(pipe)
@@ -274,16 +258,6 @@ def test_a_part_of_some_files_stands_for_all(job, tiny_corpus, tmp_path, monkeyp
     assert (found.files, found.read_files) == (5, 2) and 0 < found.by_key[0].tokens < exact / 5
     if not packed:  # of a packed file, whole blocks are read before their text comes out
         assert found.by_key[0].tokens * found.factor == pytest.approx(exact, rel=0.25)
-
-
-def test_faults_are_named_by_their_line_and_stop_unless_skipped(job, tiny_corpus, tmp_path):
-    lines = tiny_corpus.text_file.read_text(encoding="utf-8").splitlines()
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("\n".join([lines[0], "{", *lines[1:]]), encoding="utf-8")
-    refused(r"broken\.jsonl:2: ", estimate, job(broken))
-    found = estimate(job(broken, on_error="skip"))
-    assert found.skipped == 1 and found.first_skipped.startswith(f"{broken}:2: ")
-    assert found.by_key[0].documents == 600
 
 
 def test_the_command_prints_what_comes(tiny_corpus, tmp_path, run_tool, monkeypatch):
