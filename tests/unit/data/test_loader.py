@@ -257,8 +257,6 @@ def test_known_patterns():
 
 def test_weights_are_taken_as_written_and_those_that_need_a_long_pattern_are_rounded_so_that_none_vanishes():
     for written, counts in (
-        (["0.3", "0.7"], [3, 7]),
-        (["5", "5"], [1, 1]),
         (["0.25", "0.25", "0.5"], [1, 1, 2]),
         (["1e-1", "0.9"], [1, 9]),
         (["12"], [1]),

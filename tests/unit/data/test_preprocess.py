@@ -8,10 +8,7 @@ import importlib.metadata
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +29,6 @@ from tests.sentencepiece_models import train_model
 from tests.unit.data.tokenizer_folders import byte_bpe, plain_bpe
 from tests.unit.data.tokenizer_folders import write as write_tokenizer
 
-TOOL = Path(__file__).parents[3] / "tools" / "preprocess_data.py"
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", ".", "on", "mat", "a"]
 TEXTS = ["The cats sat.", "", "cat", "\u200b \n", "On the mat.\nA cat sat. The mat."]
 
@@ -214,14 +210,12 @@ def test_named_pipes_process_substitutions_and_standard_input_are_read(folder, c
     os.close(of_shell)
 
 
-def test_a_stopped_command_takes_its_unfinished_files_away(folder):
-    command = [sys.executable, str(TOOL), "--input", "-", "--output-prefix", "out/p", "--vocab-file", "vocab.txt"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=folder) as process:
-        unfinished = folder / "out" / "p.unfinished" / "0.ids"
-        while not unfinished.exists() and process.poll() is None:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 143
+def test_a_stopped_command_takes_its_unfinished_files_away(folder, run_tool, monkeypatch):
+    monkeypatch.setattr(pipeline, "name_faults", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    words = ("--input", folder / "in.jsonl", "--output-prefix", folder / "out" / "p", "--vocab-file")
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # or a fault would end this process
+    assert run_tool(preprocess_command, *words, folder / "vocab.txt").returncode == 143
+    signal.signal(signal.SIGTERM, handler)
     assert outputs(folder) == {}
 
 
