@@ -73,6 +73,9 @@ def test_tcd_equals_the_twin(tokens, power):
     samples = [token_mask[row].nonzero().flatten().tolist() for row in range(COUNTED)]
     slow = torch.stack([twin.tcd(hidden[row], samples[row], power) for row in range(COUNTED)])
     assert_same(fast[:COUNTED], slow, [hidden], atol=1e-12)
+    others = VALID.long() - token_mask
+    both = COSINES[power](hidden, torch.stack((token_mask, others), 1)).unbind(1)  # as two documents of a row
+    torch.testing.assert_close(both, (fast, COSINES[power](hidden, others.unsqueeze(1)).squeeze(1)))
     # Rows with fewer than two tokens and tokens outside the sample get no gradient at all.
     (gradient,) = torch.autograd.grad(fast.sum(), hidden)
     marked = (token_mask > 0) & (torch.tensor(LENGTHS) >= 2)[:, None]
