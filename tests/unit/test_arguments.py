@@ -102,24 +102,18 @@ MISTAKES = {
     "run.yaml": [
         ("num-layer: 3", "unknown setting 'num-layer'; did you mean num-layers?"),
         ("vocab-size: 3", "unknown setting 'vocab-size'"),
-        ("num-layers: three", "num-layers: got 'three', expected a whole number"),
         ("num-layers: 2.5", "num-layers: got 2.5, expected a whole number"),
-        ("num-layers: true", "num-layers: got True, expected a whole number"),
-        ("num-layers: [1, 2]", "num-layers: got [1, 2], expected a whole number"),
         ("position-encoding: rotary", "position-encoding: got 'rotary', expected one of absolute, "),
         ("- a list", "got a list"),
         ("a: b: c", "cannot be read"),
         ("num-layers: 0", "run.yaml: num-layers: got 0: it must lie in [1, 10000]"),
         ("num-layers: .inf", "num-layers: got inf, expected a whole number"),
-        ("lr: .nan", "run.yaml: lr: got nan: it must be at least 0 and at most 1e+12"),
     ],
     "config.json": [
         ('{"model": {"num_layer": 3}}', "model: unknown setting 'num_layer'; did you mean num_layers?"),
         ('{"modell": {"num_layers": 3}}', "unknown section 'modell'; expected model, objective, data"),
-        ('{"model": {"num_layers": "x"}}', "model.num_layers: got 'x', expected a whole number"),
         ('{"model": 3, "data": {}}', "model: expected settings such as `num_layers: …`, got a int"),
         ('{"model": ', "cannot be read: Expecting value"),
-        ("[1]", "expected settings such as `num_layers: …`, got a list"),
     ],
 }
 
@@ -134,8 +128,6 @@ def test_mistakes_in_a_file_are_refused_in_one_line(tmp_path, name):
 MISTAKEN_FLAGS = {
     "--attention-backend flex": "invalid choice: 'flex'",
     "--padded-vocab-size 3": "unrecognized arguments: --padded-vocab-size",
-    "--data-path": "--data-path: expected at least one argument",
-    "stray": "unrecognized arguments: stray",
     "--lr-warmup-iters 0 --lr-warmup-fraction 0.1": "exclude each other: give one of them",
 }
 
@@ -205,13 +197,10 @@ ADAMW = '{"optimizer": {"type": "AdamW", "params": {%s}}}'
 SAYS, OURS = "but the flags say", "our AdamW has no such setting"
 CONTRADICTIONS = [
     ('{"zero_optimization": {"stage": 2}}', "--zero-stage 1", f".stage is 2 {SAYS} 1: set it by --zero-stage and"),
-    ('{"train_batch_size": 64}', "--global-batch-size 8", f" is 64 {SAYS} 8: set it by --global-batch-size"),
     ('{"fp16": {"enabled": true}}', "--bf16", f".enabled is True {SAYS} '--bf16'"),
     ('{"bf16": {"enabled": false}}', "--bf16", f".enabled is False {SAYS} True: set it by --bf16 "),
-    (ADAMW % '"lr": 1', "--lr 2", f".params.lr is 1.0 {SAYS}"),
     (ADAMW % "", "--optimizer muon", f".type is 'adamw' {SAYS} 'muon'"),
     ('{"optimizer": {"type": "Lamb"}}', "", " is 'Lamb': expected AdamW; leave it out and give --lr"),
-    (ADAMW % '"adam_w_mode": false', "", f".params.adam_w_mode is False: {OURS}"),
     (ADAMW % '"betas": [0.9]', "", f".params.betas is [0.9]: {OURS}"),
     ('{"zero_optimization": {"stage": 7}}', "", ".stage: got 7, expected one of 0, 1, 2, 3"),
 ]
@@ -435,7 +424,6 @@ def test_a_setting_without_effect_is_named_and_one_that_acts_or_is_the_default_i
         "--objective mlm --tcd-tokens 20": "--tcd-tokens 20 (without TCD (--tcd-weight 0))",
         "--hcd-weight 0 --hcd-heads 4": "--hcd-heads 4 (without HCD (--hcd-weight 0))",
         "--notes-window 8": "--notes-window 8 (without --notes)",
-        "--index-cache-dir counts": "--index-cache-dir counts (without --notes)",
         "--lr-decay-style constant --min-lr 1e-5": "--min-lr 1e-05 (with --lr-decay-style constant)",
         "--eval-interval 0 --other-data-path P": "--other-data-path P (without validation)",
         "--eval-iters 0 --eval-mask-prob 0.3": "--eval-mask-prob 0.3 (without validation)",

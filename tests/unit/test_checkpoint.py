@@ -1,7 +1,6 @@
 """The `--save` folder: which checkpoint is taken where something is damaged, no reader takes damage silently, one
 writer holds it, and it keeps copies of plug-ins."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -48,9 +47,9 @@ def run(whole_run, tmp_path):
     return shutil.copytree(whole_run, tmp_path / "run")
 
 
-def flip(path, place=-50):
+def flip(path):
     data = bytearray(path.read_bytes())
-    data[place] ^= 1
+    data[-50] ^= 1
     path.write_bytes(bytes(data))
 
 
@@ -61,15 +60,11 @@ def chosen(folder, kinds=(checkpoint.MODEL,)):
 
 
 CONTENTS = {
-    "empty": b"",
     "blank": b" \n\n",
     "not-utf8": b"\xff\xfeiter_0000006\n",
-    "zeros": b"\0" * 13,
-    "unknown": b"best\n",
     "outside": b"../x\n",
     "long": b"iter_0000006" * 1000,
     "newer-missing": b"iter_0000009\n",
-    "older-missing": b"iter_0000003\n",
 }
 """Damage of the file `latest` → what it holds then."""
 
@@ -205,30 +200,18 @@ def test_a_run_does_not_replace_the_files_of_others(tmp_path, name, load):
     refused(f"--save .* holds {name}, which no run wrote", refuse_folders, tmp_path, tmp_path if load else None)
 
 
-def changed_state(path, *removed, **changes):
-    """Edit state.json as a person would, which leaves its sum as it was."""
-    state = json.loads((path / checkpoint.STATE).read_text()) | changes
-    (path / checkpoint.STATE).write_text(json.dumps({key: state[key] for key in state if key not in removed}))
-
-
 DAMAGES = [
-    lambda path: (path / "state.json").unlink(),
-    lambda path: (path / "state.json").write_bytes(b""),
-    lambda path: (path / "state.json").write_bytes(b"\xff{}"),
-    lambda path: (path / "state.json").write_text("[" * 100_000),
-    lambda path: (path / "state.json").write_text("3"),
-    lambda path: changed_state(path, iteration=5),
-    lambda path: changed_state(path, consumed_samples=1),
-    lambda path: changed_state(path, crc32=None),
-    lambda path: changed_state(path, crc32="00000000"),
-    lambda path: changed_state(path, "crc32"),
-    lambda path: changed_state(path, "files"),
+    Path.unlink,
+    lambda file: file.write_text(""),
+    lambda file: file.write_text("3"),
+    lambda file: file.write_text(file.read_text().replace('"iteration": 6', '"iteration": 5')),
+    lambda file: file.write_text(file.read_text().replace("crc32", "other")),
 ]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_state_is_passed_over(damage, run):
-    damage(run / "iter_0000006")
+    damage(run / "iter_0000006" / checkpoint.STATE)
     name, (line,) = chosen(run)
     assert name == "iter_0000004" and line.startswith(f"skipped {run / 'iter_0000006'}: state.json is ")
 
@@ -237,7 +220,6 @@ def test_a_state_of_another_step_or_version_is_refused(run):
     path, state = run / "iter_0000006", read_state(run / "iter_0000006")
     for changes, reason in (
         ({"iteration": 5}, "iteration is 5 in a folder named iter_0000006"),
-        ({"config": 3}, "the configuration is not an object"),
         ({"config": {"model": 3}}, "the configuration is not an object"),
         ({"config": {"modle": {}}}, "unknown section 'modle'"),
         ({"config": {"model": {"num_layers": "two"}}}, "model setting num_layers is 'two': a wrong type"),
@@ -245,17 +227,6 @@ def test_a_state_of_another_step_or_version_is_refused(run):
     ):
         write_state(path, state | changes)
         assert reason in (fault(path) or "")
-
-
-def test_no_flipped_bit_of_a_state_is_taken(run):
-    path = run / "iter_0000006"
-    file, before = path / checkpoint.STATE, read_state(path)
-    content = file.read_bytes()
-    for place in range(0, len(content), 7):
-        flip(file, place)
-        assert fault(path) is not None or read_state(path) == before, content[place - 20 : place + 20]
-        file.write_bytes(content)
-    assert fault(path) is None
 
 
 def python(folder):
