@@ -56,13 +56,6 @@ def test_the_papers_base_model_is_the_default_and_flag_or_environment_give_the_w
     assert run_dry(capsys, "--world-size 32")[1]["world_size"] == 32
 
 
-def test_the_tokenizers_vocabulary_decides_whether_ranks_can_cut_it(capsys, tiny_corpus):
-    line = "--tensor-model-parallel-size {0} --world-size {0} --hidden-size {1} --num-attention-heads {0}"
-    assert run_dry(capsys, line.format(3, 48))[1]["tensor_parallel"] == 3
-    line = f"{line.format(5, 80)} --vocab-file {tiny_corpus.vocab_file}"
-    refused("--tensor-model-parallel-size 5 does not divide the vocabulary, padded", run_dry, capsys, line)
-
-
 def test_validation_of_another_kind_is_told_and_data_are_verified(capsys, prose_then_code, tiny_corpus, tmp_path):
     line = f"--vocab-file {tiny_corpus.vocab_file} --seq-length 48 --data-path"
     told = f"{prose_then_code}: the validation text is of another kind than the training text"
@@ -116,7 +109,6 @@ def test_buckets_are_within_bounds_and_none_larger_than_its_part(capsys):
     for line, buffers in (
         (tiny, 2 * 4 * 5_000_000),
         ("", 2 * 4 * 32_000_000),
-        ("--bf16", 2 * 4 * 32_000_000),
         ("--bf16 --zero-stage 2", (2 * 2 + 4) * 32_000_000),  # two in bf16, one as it is reduced
     ):
         assert of_rank(capsys, f"{line} --world-size 2")["buffers"] == buffers, line
@@ -198,15 +190,13 @@ def test_less_is_needed_by_recomputation_smaller_micro_batches_and_lower_rates(c
     assert every_token == pytest.approx(0.7 / 0.15 * (found[0] - found[3]), rel=1e-2)
 
 
-def test_what_does_not_fit_or_divide_is_one_line_and_assumptions_have_a_range_and_go_with_a_dry_run(capsys):
+def test_what_does_not_fit_or_divide_is_one_line_and_assumptions_go_with_a_dry_run(capsys):
     for line, message in {
         "--tensor-model-parallel-size 2 --world-size 3": "2 x --pipeline-model-parallel-size 1 = 2 does not divide",
         "--world-size 7": "--global-batch-size is 256: expected a multiple .* 7 data-parallel ranks",
         "--device-memory 2 --bf16": r"a rank needs about \d+\.\d GiB, --device-memory is 2 .*--checkpoint-activations",
     }.items():
         wrong_arguments(message, run_dry, capsys, line)
-    for line in ("--world-size 0", "--device-memory -1", "--device-memory inf", "--device-memory nan"):
-        wrong_arguments(f"{line.replace(' ', ' is ')}.*: it must", run_dry, capsys, line)
     wrong_arguments("--world-size needs --dry-run", parse_arguments, ["--world-size", "2"])
     assert capsys.readouterr().out == ""
 
@@ -224,7 +214,7 @@ def test_the_neediest_rank_is_found_without_a_look_at_every_rank(settings):
     small = {"hidden_size": 32, "num_layers": 3, "num_attention_heads": 2, "vocab_size": 90}
     config = Config().replace(model=small, training=settings)
     model, differing = on_meta_device(config.model, config.objective), 0
-    for size in (1, 2, 3, 5, 8, 64, 1000):
+    for size in (1, 2, 3, 5, 8, 64, 200):
         setup = planned(config, size)
         needs = neediest_by_zero_stage(model, setup)
         for stage, settings_of in ((stage, deepspeed_settings(setup, 9**9)) for stage in needs):

@@ -352,7 +352,6 @@ OTHERS = {
     (4, 5): "rank 0 (host host0) and rank 1 (host host1) hold",
     (4, 4, 5): "rank 2 (host host2) holds",
     (6, 4, 4, 4, 5): "rank 0 (host host0) and rank 4 (host host4) hold",
-    (4, 5, 6): "rank 0 (host host0) and rank 1 (host host1) and rank 2 (host host2) hold",
 }
 
 
@@ -439,13 +438,12 @@ def micro_batch() -> Batch:
     return batch._replace(note_ids=note_ids)
 
 
-@pytest.mark.parametrize("by_triton", [False, True], ids=["sdpa", "triton"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_step_waits_for_its_numbers_alone(encoding: str, objective: str, by_triton: bool, watched) -> None:
-    # Every encoding × objective meets both backends, once with notes and once without; neighbours in turn.
-    notes = (list(ENCODINGS).index(encoding) + list(OBJECTIVES).index(objective) + by_triton) % 2 == 1
-    (watch, waits), backend = watched, "triton" if by_triton else "sdpa"
+def test_a_step_waits_for_its_numbers_alone(encoding: str, objective: str, watched) -> None:
+    """Every encoding and every objective meets both backends, each with notes and without."""
+    place = list(ENCODINGS).index(encoding) + 3 * list(OBJECTIVES).index(objective)
+    (watch, waits), backend, notes = watched, ("sdpa", "triton")[place % 2], place // 2 % 2 == 1
     sizes = {"num_layers": 1, "hidden_size": 48, "attention_dropout": 0.1}  # Triton's kernels take heads of at least 16
     model = tiny_config(position_encoding=encoding, attention_backend=backend, **sizes)
     config = Config(model=model, objective=ObjectiveConfig(objective=objective, notes=notes))
@@ -459,15 +457,8 @@ def test_a_step_waits_for_its_numbers_alone(encoding: str, objective: str, by_tr
     assert watch.operations > 100 and watch.blocking_copies == 0
 
 
-WAITS = [lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), Tensor.tolist, Tensor.nonzero]
-WAITS += [lambda x: x[x > 0], Tensor.cpu]
-
-
-def test_the_device_refuses_to_be_waited_for_and_the_watch_sees_masks_and_copies_that_wait() -> None:
+def test_the_watch_sees_masks_and_copies_that_wait() -> None:
     x = torch.ones(3, device=META)
-    for wait in WAITS:  # torch refuses some of them by a NotImplementedError of its own
-        with pytest.raises((RuntimeError, NotImplementedError), match="meta|Meta"):
-            wait(x)
     with Watch(), pytest.raises(AssertionError, match="a mask"):
         x[x > 0] = torch.zeros(1, device=META)  # a number would be filled in without a wait
     with Watch() as watch:

