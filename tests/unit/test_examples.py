@@ -19,10 +19,10 @@ from scipy import stats
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.pretrain import main
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.compare import command as compare
 from megatron_ddrp.tasks.finetune.runs import TuningRun, predictions_file
 from tests import datasets
 from tests.conftest import SPECIAL_TOKENS
-from tests.integration.launch import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
@@ -114,16 +114,6 @@ def assert_fits(facts: dict, machine: Machine, path: Path) -> None:
         assert slots == [str(machine.devices)] * machine.count
 
 
-def test_every_kind_of_machine_has_its_recipe_whose_launcher_writes_no_log() -> None:
-    machines = {machine_of(path) for path in TRAINING}
-    assert {1, 8, 16, 64} <= {machine.count * machine.devices for machine in machines if machine.is_gpu}
-    assert any(not machine.is_gpu for machine in machines)
-    assert Machine(2, 8, True, 32) in machines  # the paper's 16 V100
-    assert any("\n#SBATCH" in path.read_text(encoding="utf-8") for path in TRAINING)
-    recipes = "".join(path.read_text(encoding="utf-8") for path in RECIPES)
-    assert set(re.findall(r"\bdeepspeed --[a-z]+", recipes)) == {"deepspeed --quiet"}
-
-
 def run_slurm(tmp_path, environment, *words, rank="exit 75", dry="exit 0"):
     """Run the Slurm recipe with stand-ins for its commands; `rank` and `dry` are what a rank and a dry run do."""
     for name, script in {
@@ -186,7 +176,6 @@ QUEUED = [
     ({"NODES": "4", "GPUS": "4"}, "--seed 7", "--nodes=4 --ntasks-per-node=4 --gpus-per-node=4"),
     ({"NODES": "3"}, "", ""),
     ({"NODES": "3", "DRY_RUN": "1"}, "", ""),
-    ({}, "--micro-batch-size 32", ""),
     ({}, "--no-such-flag", ""),
     ({}, LARGE, ""),
     ({"DEVICE_MEMORY": "800"}, LARGE, "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8"),
@@ -234,7 +223,7 @@ RUNS |= {"plateau": 103, "fast": 72, "novels": 6, "depth": 33, "recipe-rates": 2
 
 
 @pytest.mark.parametrize("plan", sorted((ROOT / "examples" / "compare").glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
+def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path, run_tool) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "a b c d e f g h"}\n')
     for task in ("RTE", "STS-B", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI"):
@@ -250,7 +239,7 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
         environment["CORPUS"] = str(text)
     module, *words = words_of_script(ROOT / "examples" / "compare.sh", environment, tmp_path, str(plan), *flags)
     assert module == "tasks.compare"
-    done = run_program(module, *words)
+    done = run_tool(compare, *words)
     assert done.returncode == 0, done.stderr
     trainings = re.findall(r"^  \$.* megatron[-_]ddrp pretrain (.*)$", done.stdout, re.MULTILINE)
     assert len(trainings) == RUNS[plan.stem] and re.search(rf"^ +{len(trainings)} x run$", done.stdout, re.MULTILINE)
