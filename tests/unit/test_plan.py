@@ -43,7 +43,7 @@ from megatron_ddrp.model import build_model, graphs
 from megatron_ddrp.model.stages import Draws
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.run.devices import DEVICES, SHARE, device_named, why_not
+from megatron_ddrp.run.devices import DEVICES, SHARE, device_named, why_not, with_chosen_backend
 from megatron_ddrp.run.flops import flop_of_rows, flop_of_step, flop_per_token, step_seconds
 from tests.conftest import TinyCorpus
 from tests.datasets import write_dataset
@@ -132,8 +132,17 @@ def test_ranks_share_the_batch_and_the_launcher_is_named(capsys):
     assert eight.rows[1]["epochs"] > 4 * one.rows[1]["epochs"]
 
 
-def test_shapes_that_do_not_fit_are_counted(capsys, monkeypatch):
-    monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(DEVICES["l4"], memory=1.0))
+def test_shapes_that_do_not_fit_are_counted_and_a_shape_leaves_a_part_of_the_memory_free(capsys, monkeypatch):
+    """`share` of the memory is what one row per micro-batch of the second shape needs."""
+    line, l4 = "--tokens 50M --vocab-size 32000 --device l4 --max-layers 4", DEVICES["l4"]
+    row = planned(capsys, line)[0].rows[1]
+    settings = recipe(SHAPES[1], 1, 128, row["global_batch_size"], 1, Fill(1, 128)) | {"bf16": True}
+    config = config_of(settings).with_vocabulary(32000)
+    needed = gigabytes(with_chosen_backend(config, l4))
+    for share, count in ((FULL - 0.01, 2), (FULL + 0.01, 1)):
+        monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(l4, memory=needed / share))
+        assert len(planned(capsys, line)[0].rows) == count
+    monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(l4, memory=1.0))
     plan, text = planned(capsys, "--tokens 50M --device l4")
     assert [row["hidden_size"] for row in plan.rows] == [128, 256, 384, 512][: len(plan.rows)]
     assert f"{5 - len(plan.rows)} larger shapes do not fit" in text
