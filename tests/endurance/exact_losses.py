@@ -152,7 +152,7 @@ def compare(base: Path, head: Path, runs: list[Run], folder: Path) -> int:
         saves = [folder / side / f"run{number}" for side in trees]
         processes = [start(tree, run, data, save) for tree, save in zip(trees.values(), saves, strict=True)]
         try:
-            codes = [process.wait() for process in processes]
+            codes = [process.wait(600) for process in processes]
         finally:
             for process in processes:
                 process.terminate()

@@ -471,7 +471,7 @@ class Family:
     def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of `ModelConfig`: those of `sizes`, the segments, and the usual values of `fields`."""
         usual = {name: allowed[0] for name, allowed in self.fields.items()}
-        segments = {"num_segments": values["type_vocab_size"]} if "type_vocab_size" in values else {}
+        segments = {"num_segments": values["type_vocab_size"]} if "type_vocab_size" in self.followed else {}
         return {**usual, **segments, **read_settings(path, values, self.sizes)}
 
     def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:

@@ -269,7 +269,7 @@ def test_spread_equals_a_gather_in_values_and_gradients_and_collect_is_its_adjoi
     torch.testing.assert_close(left, right, rtol=0, atol=1e-11)
 
 
-def test_memory_layout_does_not_matter():
+def test_memory_layout_does_not_matter_and_inputs_are_left_alone():
     for per_offset in (
         torch.randn(2, 6, 3, 8).transpose(1, 2),  # heads after the sequence in memory
         torch.randn(2, 3, 8, 6).transpose(-1, -2),
@@ -278,6 +278,11 @@ def test_memory_layout_does_not_matter():
         assert torch.equal(spread(per_offset, -4, 3), gather(per_offset, -4, 3)), per_offset.stride()
     per_pair = torch.randn(2, 6, 3, 6).transpose(1, 2)
     assert torch.equal(collect_values(per_pair, 8, 3), collect_values(per_pair.contiguous(), 8, 3))
+    per_offset, per_pair = torch.randn(2, 6, 8), torch.randn(2, 6, 6)
+    copies = per_offset.clone(), per_pair.clone()
+    spread(per_offset, -4, 3).add_(1.0)
+    collect_values(per_pair, 8, 3).add_(1.0)
+    assert torch.equal(per_offset, copies[0]) and torch.equal(per_pair, copies[1])
 
 
 @pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
