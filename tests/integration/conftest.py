@@ -25,6 +25,11 @@ TINY: dict[str, Any] = {
 }
 
 
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+NOTES = {"notes": True, "notes_min_count": 4, "notes_max_count": 30, "notes_window": 5}
+
+
 def command_line(flags: dict[str, Any]) -> list[str]:
     """`{"train_iters": 5, "bf16": True}` → `--train-iters 5 --bf16`; None and False leave a flag out."""
     words = []
@@ -43,25 +48,24 @@ def fitting(flags: dict[str, Any]) -> dict[str, Any]:
     return flags | {"relative_distance": None} if refuses else flags
 
 
+def tiny_settings(corpus: TinyCorpus) -> dict[str, Any]:
+    """The flags of a tiny run on its corpus."""
+    return TINY | {"data_path": corpus.prefix, "vocab_file": corpus.vocab_file}
+
+
 @pytest.fixture(scope="session")
 def train(tiny_corpus: TinyCorpus) -> Train:
     """`train(train_iters=9, bf16=True)`: a tiny run with some settings changed, in this process, without a start."""
     import torch
 
     torch.set_num_threads(1)  # as ranks have, whose numbers are the same to the last bit
-    data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file}
-    return lambda **changes: pretrain(**fitting(TINY | data | changes))
+    return lambda **changes: pretrain(**fitting(tiny_settings(tiny_corpus) | changes))
 
 
 @pytest.fixture(scope="session")
 def flags(tiny_corpus: TinyCorpus) -> Flags:
     """`flags(train_iters=9, bf16=True)`: the command line of a tiny run with some settings changed."""
-    data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file}
-
-    def tiny(**changes: Any) -> list[str]:
-        return command_line(TINY | data | changes)
-
-    return tiny
+    return lambda **changes: command_line(tiny_settings(tiny_corpus) | changes)
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ddrp import convert, merge
-from megatron_ddrp.checkpoint import NEW_HEAD, StoredTensors, newest, read_state
+from megatron_ddrp.checkpoint import NEW_HEAD, newest, read_state
 from megatron_ddrp.model import ENCODER_PARTS
 from tests.conftest import TinyCorpus
 from tests.integration.conftest import Flags, Told, Train
+from tests.integration.test_layout_changes import tensors
 from tests.integration.training_runs import largest_differences, train_runs
 from tests.refusals import wrong_arguments
 
@@ -40,14 +41,8 @@ def start(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(from_hf=exported, output=folder / "start")
 
 
-def weights_of(path: Path | None, kind: str = "weights") -> dict[str, torch.Tensor]:
-    assert path
-    stored = StoredTensors(path, kind)
-    return {name: stored[name] for name in stored.names}
-
-
 def assert_only_the_head_learned(path: Path | None, start: Path) -> None:
-    before, after = weights_of(newest(start)), weights_of(path)
+    before, after = tensors(newest(start), "weights"), tensors(path, "weights")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if not name.startswith(ENCODER_PARTS)}
 
@@ -64,19 +59,23 @@ def test_the_encoder_rests_and_then_begins_as_at_a_start(
     warmed_up = pytest.approx([1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4])  # one step of warm-up of three
     assert [row["lr"] for row in rows] == warmed_up
     first = tmp_path / "run" / f"iter_{HEAD_STEPS + 1:07d}"
-    moments = weights_of(first, "optimizer")
+    moments = tensors(first, "optimizer")
     assert read_state(first)["optimizer_step"] == 1
     for name in [name for name in moments if name.startswith("exp_avg/")]:  # of one gradient: m = 0.1·g, v = 0.001·g²
         squares = moments[name.replace("avg", "avg_sq")]
         torch.testing.assert_close(squares, moments[name] ** 2 / 10, rtol=1e-4, atol=1e-20)
-    before, after = weights_of(newest(start)), weights_of(first)
+    before, after = tensors(newest(start), "weights"), tensors(first, "weights")
     moved = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
     assert {"embeddings.token.weight", "layers.0.attention.query.weight", "head.dense.weight"} <= moved
     again = tmp_path / "again"
     train(**run, exit_interval=1, load=start, save=again)  # stopped in the phase
     train(**{**run, "new_head_iters": None}, load=again, save=again)  # the plain command, which knows where it was
+    state, branch = read_state(newest(again)), tmp_path / "branch"  # type: ignore[arg-type]
+    assert (state["started_from"], state["origin"]["name"]) == ("start/iter_0000000", "hf")
+    train(**run, exit_interval=2, load=again / "iter_0000001", save=branch)
+    assert read_state(newest(branch))["started_from"] == "again/iter_0000001"  # type: ignore[arg-type]
     for kind in ("weights", "optimizer"):
-        one, other = (weights_of(newest(tmp_path / name), kind) for name in ("run", "again"))
+        one, other = (tensors(newest(tmp_path / name), kind) for name in ("run", "again"))
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -85,6 +84,7 @@ def test_by_default_a_head_that_was_drawn_learns_first(
 ) -> None:
     assert read_state(newest(start))[NEW_HEAD] is True  # type: ignore[arg-type]
     said = told(load=start, save=tmp_path / "run", save_interval=1)
+    assert f"weights from {start / 'iter_0000000'}, optimizer fresh" in said
     assert f"steps 1 to {STEPS // 5} train the head alone" in said
     assert_only_the_head_learned(tmp_path / "run" / f"iter_{STEPS // 5:07d}", start)
     convert(load=tmp_path / "run", output=tmp_path / "hf")
