@@ -31,7 +31,7 @@ UV = [sys.executable, "-m", "uv"]
 OF_DEVELOPMENT = {"dev", "docs"}
 TESTS = {
     "fast tests": ["-m", "not slow", "-n", "2", "--dist", "loadfile"],
-    "gradients on 2 ranks": ["tests/integration/test_gradients.py", "-k", "fp32s_rounding or changed_gradient"],
+    "gradients on 2 ranks": ["tests/integration/test_gradients.py", "-k", "changed_gradient"],
 }
 
 

@@ -11,11 +11,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.engine.step import train_step, training_inputs
 from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.parallel.pipeline import local_parameters
+from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from tests.endurance.layouts import make_corpus
 from tests.integration.conftest import TINY, command_line
-from tests.integration.inside_engines import error_of_first_step, of_each_run
+from tests.integration.inside_engines import built
 from tests.integration.test_gradients import IN_BF16, RUN
+from tests.integration.training_runs import forget_layout, of_each_run
 
 RANKS = 2
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -27,6 +34,52 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 SUMS = {"in fp32": {}, "in fp32, reduced in bf16": {"communication_data_type": "bf16"}, "in bf16": IN_BF16}
 """Column → what a file of `--deepspeed_config` says."""
+
+
+def error_of_first_step(words: list[str]) -> float:
+    """Return ‖g − Σ‖ ÷ ‖Σ‖ over this rank's parameters in the first step of `pretrain_bert.py WORDS`; Σ adds up each
+    micro-batch's gradient in float64."""
+    engine, loader, setup = built(words)
+    ranks = setup.ranks
+    parameters = local_parameters(engine.module)
+    found: list[float] = []
+    sums = {name: exact_sum(parameter) for name, parameter in parameters.items()}
+    take_step = engine._take_model_step
+
+    def compare_first(*arguments: Any, **named: Any) -> Any:
+        found.append(relative_error(parameters, sums, ranks))
+        return take_step(*arguments, **named)
+
+    engine._take_model_step = compare_first
+    train_step(engine, training_inputs(loader.step(0), setup, 1), setup, 1)
+    engine.destroy()
+    forget_layout()
+    return found[0]
+
+
+def exact_sum(parameter: Tensor) -> Tensor:
+    """Return a float64 tensor to which every gradient of a parameter is added from now on."""
+    total = torch.zeros(getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float64)
+
+    def add(gradient: Tensor) -> None:
+        total.add_(gradient.double())
+
+    parameter.register_hook(add)
+    return total
+
+
+def relative_error(parameters: dict[str, nn.Parameter], sums: dict[str, Tensor], ranks: Ranks) -> float:
+    """Compare what DeepSpeed steps with; a pipeline adds other stages' gradients to a tied weight's."""
+    from deepspeed.utils import safe_get_full_grad
+
+    difference = size = 0.0
+    for name, parameter in parameters.items():
+        exact = sum_over_ranks(sums[name], ranks.data_group) / ranks.data_size
+        taken = safe_get_full_grad(parameter)
+        if ranks.pipeline_size == 1 or name != "embeddings.token.weight":
+            difference += float((taken.double() - exact).pow(2).sum())
+            size += float(exact.pow(2).sum())
+    return (difference / size) ** 0.5
 
 
 def main() -> None:

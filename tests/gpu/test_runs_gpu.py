@@ -7,7 +7,6 @@ All runs of a GPU share one process, which starts once.
 import functools
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from megatron_ddrp.arguments import parse_arguments
 from tests.gpu.conftest import GPU, ON_BOTH, context_of, half_precision, need_devices, on_devices
 from tests.integration.inside_engines import allow_fp16_on_the_cpu, train_emulated
 from tests.integration.launch import armed, start_ranks
-from tests.integration.training_runs import Rows, forget_layout, run_ranks, train_run
+from tests.integration.training_runs import Rows, forget_layout, of_each_run, run_ranks, train_run
 
 Flags = Callable[..., list[str]]
 LOSS, NORM = 0.005, 0.03
@@ -37,7 +36,7 @@ GRAPHS = [("absolute", "mlm"), ("ddrp", "mth"), ("deberta", "electra")]
 """Encodings and objectives of the runs with CUDA graphs."""
 
 
-def rows_or_errors(command_lines: list[list[str]], error: Path) -> list[Any]:
+def rows_or_errors(command_lines: list[list[str]]) -> list[Any]:
     """Train every run; return its rows, or its error in a line."""
     if not torch.cuda.is_available():
         allow_fp16_on_the_cpu()
@@ -105,8 +104,7 @@ def test_a_run_with_cuda_graphs_repeats_one_without(device: str, encoding: str, 
     if device == GPU:
         without, with_graphs = runs_on(device, 1, lines)
     else:
-        (answers,) = run_ranks(1, train_emulated, [list(line) for line in lines], TIMEOUT)
-        (without, *_), (with_graphs, used, _) = answers
+        [(without, *_)], [(with_graphs, used, _)] = of_each_run(1, [list(line) for line in lines], train_emulated)
         assert min(used[0]) >= 1, "no shape was captured"
     assert isinstance(without, list) and len(without) == 6, without
     assert without == with_graphs

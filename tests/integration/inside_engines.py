@@ -1,10 +1,9 @@
-"""Measurements inside engines, and what tests change there: sums of gradients, waits for the device, bytes in memory,
+"""Measurements inside engines, and what tests change there: proofs of gradients, waits for the device, bytes in memory,
 CUDA graphs on an emulator, and a rank that computes wrong once.
 
-Gradients that engines step with are compared with the exact sums of their backward passes' gradients. A wait is a
-number read from a tensor, or DeepSpeed's `synchronize`, under a GPU's settings on a CPU's tensors, counted by the file
-that waits; what our own model could wait for is refused in `tests/unit/test_loop.py`. A rank computes wrong when a
-mantissa bit flips in an activation, a gradient or a weight.
+A wait is a number read from a tensor, or DeepSpeed's `synchronize`, under a GPU's settings on a CPU's tensors, counted
+by the file that waits; what our own model could wait for is refused in `tests/unit/test_loop.py`. A rank computes wrong
+when a mantissa bit flips in an activation, a gradient or a weight.
 """
 
 import contextlib
@@ -15,8 +14,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -37,46 +34,12 @@ from megatron_ddrp.engine.step import train_step, training_inputs
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, graphs
 from megatron_ddrp.parallel.pipeline import local_parameters, whole_name
-from megatron_ddrp.parallel.process_group import Ranks, place_in_grid, sum_over_ranks
+from megatron_ddrp.parallel.process_group import place_in_grid
 from tests.emulated_graphs import Emulator, captured_shapes
-from tests.integration.launch import TIMEOUT
-from tests.integration.training_runs import forget_layout, run_ranks, train_run
+from tests.integration.training_runs import forget_layout, train_run
 
 
-def of_each_run(world_size: int, runs: list[Any], act: Callable[..., Any]) -> list[list[Any]]:
-    """Return, for each run, what `act`, a module's function, gives for it on each of the ranks that all runs share."""
-    by_rank = run_ranks(world_size, partial(_act_on_all, act), runs, TIMEOUT)
-    return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
-
-
-def _act_on_all(act: Callable[..., Any], runs: list[Any], _: Path) -> list[Any]:
-    return [act(run) for run in runs]
-
-
-def error_of_first_step(words: list[str]) -> float:
-    """Return ‖g − Σ‖ ÷ ‖Σ‖ over this rank's parameters in the first step of `pretrain_bert.py WORDS`; Σ adds up each
-    micro-batch's gradient in float64."""
-    engine, loader, setup = _built(words)
-    ranks = setup.ranks
-    is_serial = type(engine.optimizer).__name__ == "BF16_Optimizer"
-    assert is_serial == (ranks.pipeline_size > 1), "only a pipeline has the optimizer that overlaps nothing"
-    parameters = local_parameters(engine.module)
-    found: list[float] = []
-    sums = {name: _exact_sum(parameter) for name, parameter in parameters.items()}
-    take_step = engine._take_model_step
-
-    def compare_first(*arguments: Any, **named: Any) -> Any:
-        found.append(_relative_error(parameters, sums, ranks))
-        return take_step(*arguments, **named)
-
-    engine._take_model_step = compare_first
-    train_step(engine, training_inputs(loader.step(0), setup, 1), setup, 1)
-    engine.destroy()
-    forget_layout()
-    return found[0]
-
-
-def _opened(words: list[str]) -> tuple[Config, BatchLoader, Setup]:
+def opened(words: list[str]) -> tuple[Config, BatchLoader, Setup]:
     """Return the configuration with the size of the vocabulary, this rank's samples and the setup."""
     config = parse_arguments(words).config
     ranks = place_in_grid(torch.device("cpu"), config.parallel)
@@ -85,9 +48,9 @@ def _opened(words: list[str]) -> tuple[Config, BatchLoader, Setup]:
     return config, corpus.loader("train", ranks.data_rank, ranks.data_size), Setup.of(config, ranks)
 
 
-def _built(words: list[str]) -> tuple[Any, BatchLoader, Setup]:
+def built(words: list[str]) -> tuple[Any, BatchLoader, Setup]:
     """Return the engine of this rank, its samples and the setup."""
-    config, loader, setup = _opened(words)
+    config, loader, setup = opened(words)
     torch.manual_seed(0)
     return build_engine(build_model(config.model, objective=config.objective), setup), loader, setup
 
@@ -104,8 +67,10 @@ class Proved(NamedTuple):
 def proofs(run: tuple[list[str], str]) -> Proved:
     """Return what a rank's proof says of a run: its command line and the parameter to change."""
     words, changed = run
-    engine, loader, setup = _built(words)
+    engine, loader, setup = built(words)
     ranks, inputs = setup.ranks, training_inputs(loader.step(0), setup, 1)
+    is_serial = type(engine.optimizer).__name__ == "BF16_Optimizer"
+    assert is_serial == (ranks.pipeline_size > 1), "only a pipeline has the optimizer that overlaps nothing"
     parameters, lines = local_parameters(engine.module), []
     hooks = {name: len(parameter._backward_hooks or ()) for name, parameter in parameters.items()}
     proof = GradientProof(engine, setup, lines.append)
@@ -130,31 +95,6 @@ def proofs(run: tuple[list[str], str]) -> Proved:
     engine.destroy()
     forget_layout()
     return Proved(lines, error, list(proof.parameters))
-
-
-def _exact_sum(parameter: Tensor) -> Tensor:
-    """Return a float64 tensor to which every gradient of a parameter is added from now on."""
-    total = torch.zeros(getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float64)
-
-    def add(gradient: Tensor) -> None:
-        total.add_(gradient.double())
-
-    parameter.register_hook(add)
-    return total
-
-
-def _relative_error(parameters: dict[str, nn.Parameter], sums: dict[str, Tensor], ranks: Ranks) -> float:
-    """Compare what DeepSpeed steps with; a pipeline adds other stages' gradients to a tied weight's."""
-    from deepspeed.utils import safe_get_full_grad
-
-    difference = size = 0.0
-    for name, parameter in parameters.items():
-        exact = sum_over_ranks(sums[name], ranks.data_group) / ranks.data_size
-        taken = safe_get_full_grad(parameter)
-        if ranks.pipeline_size == 1 or name != "embeddings.token.weight":
-            difference += float((taken.double() - exact).pow(2).sum())
-            size += float(exact.pow(2).sum())
-    return (difference / size) ** 0.5
 
 
 READS = (
@@ -226,7 +166,7 @@ def waits_of_step(words: list[str]) -> Waits:
     """Return the waits of the step after `WARM_UP_STEPS` of `pretrain_bert.py WORDS`."""
     from deepspeed.accelerator import get_accelerator
 
-    config, loader, setup = _opened(words)
+    config, loader, setup = opened(words)
     accelerator, waiting = type(get_accelerator()), Waiting()
     with (
         deepspeed_without_gpu(),
@@ -259,7 +199,7 @@ Held = dict[str, int]
 
 def held_in_second_step(words: list[str]) -> Held:
     """Train two steps; in the second, the most that is held after any micro-batch's backward pass."""
-    config, loader, setup = _opened(words)
+    config, loader, setup = opened(words)
     gc.collect()
     before = size(all_tensors())
     model = build_model(config.model, config.parallel.checkpoint_activations, config.objective)
@@ -322,29 +262,25 @@ def held_now(engine: Any) -> Held:
     return {"weights": size(weights), "gradients": size(gradients), "optimizer": size(state + masters)}
 
 
-def train_emulated(command_lines: list[list[str]], _: Path) -> list[Any]:
-    """Train each `pretrain_bert.py ARGUMENTS`.
+def train_emulated(words: list[str]) -> list[Any]:
+    """Train `pretrain_bert.py WORDS`.
 
     Return the steps' rows, the number of captured shapes, and how often gradients of a layer were added by its graphs.
     """
-    answers: list[Any] = []
-    for words in command_lines:
-        made: list[graphs.ModelGraphs] = []
+    made: list[graphs.ModelGraphs] = []
 
-        def make(sums: Any, made: list[graphs.ModelGraphs] = made) -> graphs.ModelGraphs:
-            made.append(graphs.ModelGraphs(Emulator, sums))
-            return made[-1]
+    def make(sums: Any) -> graphs.ModelGraphs:
+        made.append(graphs.ModelGraphs(Emulator, sums))
+        return made[-1]
 
-        as_on_a_gpu = mock.patch.object(graphs, "why_not_graphs", lambda *_: None)
-        add = layout.GradientSums.add
-        with (
-            as_on_a_gpu,
-            mock.patch.object(build, "ModelGraphs", make),
-            mock.patch.object(layout.GradientSums, "add", autospec=True, side_effect=add) as adding,
-        ):
-            rows = train_run(parse_arguments(words).config)
-        answers.append([rows, [captured_shapes(each) for each in made], adding.call_count])
-    return answers
+    add = layout.GradientSums.add
+    with (
+        mock.patch.object(graphs, "why_not_graphs", lambda *_: None),  # as on a GPU
+        mock.patch.object(build, "ModelGraphs", make),
+        mock.patch.object(layout.GradientSums, "add", autospec=True, side_effect=add) as adding,
+    ):
+        rows = train_run(parse_arguments(words).config)
+    return [rows, [captured_shapes(each) for each in made], adding.call_count]
 
 
 def scaling(path: Path, **settings: int) -> Path:

@@ -76,7 +76,7 @@ def start_ranks(
     before: Before | None = None,
     during: During | None = None,
     context: Any = None,
-    program: str = "pretrain_bert.py",
+    program: str | Callable[[], object] = "pretrain_bert.py",
     timeout: float = TIMEOUT,
     last_arguments: Sequence[object] = (),
 ) -> Result:
@@ -84,8 +84,8 @@ def start_ranks(
 
     `before`, a module's function, runs first in each of them. `during` runs here meanwhile, with the ranks' processes,
     to do them harm. `context` starts the processes: by default the fork server, whose children see no GPU. `program` is
-    another script of this repository, or a module as `python -m` takes it. What runs after `timeout` seconds is killed.
-    The last rank is given the `last_arguments` too, like a host with a command of its own.
+    another script of this repository, a module as `python -m` takes it, or a module's function. What runs after
+    `timeout` seconds is killed. The last rank is given the `last_arguments` too, like a host with its own command.
     """
     context = context or fork_server()
     variables = [{}] if world_size is None else set_by_launcher(world_size)
@@ -181,7 +181,7 @@ def fork_server(preloaded: Sequence[str] = PRELOADED) -> Any:
     return context
 
 
-def _run(program: str, words: list[str], variables: dict[str, str], streams: Any, before: Before | None) -> None:
+def _run(program: Any, words: list[str], variables: dict[str, str], streams: Any, before: Before | None) -> None:
     redirect_streams(*streams)
     os.environ.update(variables)
     import torch
@@ -189,7 +189,10 @@ def _run(program: str, words: list[str], variables: dict[str, str], streams: Any
     torch.set_num_threads(1)
     if before:
         before()
-    be_program(program, words)
+    if callable(program):
+        program()
+    else:
+        be_program(program, words)
 
 
 def be_program(program: str, words: Sequence[str]) -> None:

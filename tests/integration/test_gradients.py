@@ -29,9 +29,9 @@ from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTer
 from megatron_ddrp.parallel.pipeline import own_part
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.tensor_parallel import apply_sequence_parallel, apply_tensor_parallel
-from tests.integration.conftest import Flags
-from tests.integration.inside_engines import Proved, error_of_first_step, of_each_run, proofs
-from tests.integration.training_runs import TIMEOUT, run_ranks, train_run
+from tests.integration.conftest import TENSOR, Flags
+from tests.integration.inside_engines import Proved, proofs
+from tests.integration.training_runs import TIMEOUT, of_each_run, run_ranks, train_run
 from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config
 
 REACH = 3
@@ -93,7 +93,7 @@ OBJECTIVE_CASES = [("rtd", "ddrp"), ("head-disagreement", "ddrp"), ("head-disagr
 
 @pytest.mark.slow
 def test_each_rank_has_its_part_of_the_gradients_of_one_process_also_of_an_objective() -> None:
-    reports = run_ranks(2, _compare, [[]], TIMEOUT)
+    reports = run_ranks(2, _compare, [], TIMEOUT)
     for report in reports:
         assert len(report) == len(CASES) * 3 + len(OBJECTIVE_CASES) * 2 + 1
         for case, (names, sums, gradients) in report.items():
@@ -104,7 +104,7 @@ def test_each_rank_has_its_part_of_the_gradients_of_one_process_also_of_an_objec
     assert {"generator.embeddings.position.table", "layers.0.layer_position.key.weight"} <= positions
 
 
-def _compare(_words: list[list[str]], _error: Path) -> dict[str, tuple[list[str], float, float]]:
+def _compare(_: list[Any]) -> dict[str, tuple[list[str], float, float]]:
     """Case → position parameters that are trained, largest differences of a sum and of a gradient, by their norms."""
     register_own()
     ranks = place_in_grid(torch.device("cpu"), ParallelConfig(tensor_model_parallel_size=2))
@@ -173,29 +173,23 @@ def _distance(ours: Tensor, expected: Tensor, whole: Tensor) -> float:
 ZERO_3_OF_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """DeepSpeed's settings under which ZeRO 3 takes tiny parameters apart, too."""
 IN_PARTS = {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}
-ELECTRA = {"absolute_embedding": True, "objective": "electra", "generator_size": 0.5}
 MODELS: dict[str, dict[str, Any]] = {
     "t5": {"position_encoding": "t5"},
     "fixed": {"position_encoding": "fixed", "relative_table": "per-layer"},
-    "deberta": {"position_encoding": "deberta"},
-    "deberta-v2": {"position_encoding": "deberta-v2", "deberta_emd": True},
-    "tupe-r": {"position_encoding": "tupe-r", **ELECTRA},
+    "deberta": {"position_encoding": "deberta", "objective": "electra", "generator_size": 0.5},
 }
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
         ("t5", {"zero_stage": 1}),
         ("fixed", {"zero_stage": 2, "sequence_parallel": True, "checkpoint_activations": True}),
-        ("deberta", IN_PARTS),
-        ("tupe-r", {**IN_PARTS, "sequence_parallel": True}),
-        ("deberta-v2", {**IN_PARTS, "sequence_parallel": True}),
+        ("deberta", {**IN_PARTS, "sequence_parallel": True}),
         ("fixed", IN_PARTS),
         ("t5", {"zero_stage": 3}),
     ],
     4: [
-        ("fixed", {"zero_stage": 1, "load": "2-5"}),  # what another layout wrote, what is fixed included
+        ("fixed", {"zero_stage": 1, "load": "2-1"}),  # what another layout wrote, what is fixed included
         ("fixed", {"zero_stage": 0, "pipeline_model_parallel_size": 2}),
-        ("deberta", {"zero_stage": 1, "pipeline_model_parallel_size": 2}),
-        ("tupe-r", {"zero_stage": 1, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
+        ("deberta", {"zero_stage": 1, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
         ("fixed", IN_PARTS),
     ],
 }
@@ -214,22 +208,21 @@ def test_the_engine_steps_by_the_gradients_of_one_process(flags: Flags, tmp_path
         layout |= {name: files[name] for name in layout.keys() & files.keys()}
         return [encoding, *flags(**model, **layout, save=tmp_path / folder)]
 
-    run_ranks(1, _train, [command_line(name, name, zero_stage=0) for name in MODELS], TIMEOUT)
+    of_each_run(1, [command_line(name, name, zero_stage=0) for name in MODELS], _train)
     for size, layouts in LAYOUTS.items():
         lines = [
             command_line(name, f"{size}-{number}", tensor_model_parallel_size=2, **layout)
             for number, (name, layout) in enumerate(layouts)
         ]
-        run_ranks(size, _train, lines, TIMEOUT)
+        of_each_run(size, lines, _train)
         for number, (name, layout) in enumerate(layouts):
             _assert_equal(tmp_path / f"{size}-{number}", tmp_path / name, f"{name} {layout}")
 
 
-def _train(lines: list[list[str]], _error: Path) -> list[int]:
+def _train(line: list[str]) -> None:
     register_own()
-    for encoding, *words in lines:
-        train_run(parse_arguments(words).config.replace(model={"position_encoding": encoding}))
-    return []
+    encoding, *words = line
+    train_run(parse_arguments(words).config.replace(model={"position_encoding": encoding}))
 
 
 def _assert_equal(folder: Path, reference: Path, case: str) -> None:
@@ -249,31 +242,10 @@ def _assert_equal(folder: Path, reference: Path, case: str) -> None:
 
 
 SMALL = {"objective": "mlm", "position_encoding": "absolute", "seq_length": 16, "hidden_size": 16}
-TENSOR = {"tensor_model_parallel_size": 2}
 RUN = SMALL | {"bf16": True, "micro_batch_size": 1, "global_batch_size": 16}
 OVERLAPPED = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 3000}}
 """Settings that reduce as GPUs do: several buckets, two in turn, from hooks of the last backward pass."""
 IN_BF16 = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
-
-SUMMED: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-    "ZeRO 0": ({"zero_stage": 0}, None),
-    "ZeRO 1, overlapped": ({"zero_stage": 1}, OVERLAPPED),
-    "ZeRO 2, overlapped": ({"zero_stage": 2}, OVERLAPPED),
-    "pipeline": ({"pipeline_model_parallel_size": 2}, None),
-    "in bf16": ({"zero_stage": 1}, IN_BF16),
-    "ZeRO 3": ({"zero_stage": 3}, None),
-}
-"""Flags and the file of `--deepspeed_config`; ZeRO 3, which changes torch for good, comes last."""
-
-
-@pytest.mark.slow
-def test_the_sum_of_16_micro_batches_has_fp32s_rounding_and_not_bf16s(flags: Flags, tmp_path: Path) -> None:
-    command_lines = []
-    for number, (layout, settings) in enumerate(SUMMED.values()):
-        command_lines.append(flags(**RUN | layout, deepspeed_config=file_of(settings, tmp_path / f"{number}.json")))
-    errors = dict(zip(SUMMED, map(max, of_each_run(2, command_lines, error_of_first_step)), strict=True))
-    in_bf16 = errors.pop("in bf16")
-    assert max(errors.values()) < 1e-6 < 1e-3 < in_bf16, (errors, in_bf16)
 
 
 def file_of(settings: dict[str, Any] | None, path: Path) -> Path | None:

@@ -6,10 +6,8 @@ A run is the real thing without the script around it: the same loader, engine an
 import faulthandler
 import hashlib
 import json
-import os
-import tempfile
-import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +29,14 @@ from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.pipeline import local_parameters, split_dimension
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
-from tests.integration.launch import exit_codes_of, fork_server, set_by_launcher
+from megatron_ddrp.run.launch import exit_without_teardown
+from tests.integration.launch import start_ranks
 
 TIMEOUT = 1800.0
 """Seconds until a group of runs is given up, and until ranks that wait for each other in one say where they are."""
 RUN_TIMEOUT = 120.0
 
-Work = Callable[[list[Any], Path], Any]
+Work = Callable[[list[Any]], Any]
 Rows = list[dict[str, float]]
 """Losses and gradient norm of each step; the last has the validation loss too."""
 
@@ -108,49 +107,40 @@ def forget_layout() -> None:
 
 def train_runs(world_size: int, command_lines: list[list[str]]) -> list[Rows]:
     """The runs of `pretrain_bert.py ARGUMENTS`, each on `world_size` ranks that all of them share."""
-    return run_ranks(world_size, _train_all, command_lines, TIMEOUT)[0]
+    return [of_ranks[0] for of_ranks in of_each_run(world_size, command_lines, _train)]
 
 
-def _train_all(command_lines: list[list[str]], error: Path) -> list[Rows]:
-    runs = []
-    for words in command_lines:
-        with error.open("w", encoding="utf-8") as stuck:
-            faulthandler.dump_traceback_later(RUN_TIMEOUT, exit=True, file=stuck)
-            runs.append(train_run(parse_arguments(words).config))
-            faulthandler.cancel_dump_traceback_later()
-    return runs
+def _train(words: list[str]) -> Rows:
+    return train_run(parse_arguments(words).config)
 
 
-def run_ranks(world_size: int, work: Work, command_lines: list[Any], timeout: float, context: Any = None) -> list[Any]:
-    """What `work(command_lines, file for what went wrong)`, a module's function, gives on each rank of a group.
-
-    `context` starts the processes: by default the fork server, whose children see no GPU.
-    """
-    context = context or fork_server()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank, args=(rank, variables, work, command_lines, folder))
-            for rank, variables in enumerate(set_by_launcher(world_size))
-        ]
-        codes = exit_codes_of(ranks, timeout)
-        errors = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("error*"))]
-        assert set(codes) == {0}, f"exit codes {codes}\n" + "\n".join(errors)
-        return [json.loads((Path(folder) / f"given{rank}").read_text(encoding="utf-8")) for rank in range(world_size)]
+def of_each_run(world_size: int, runs: list[Any], act: Callable[[Any], Any]) -> list[list[Any]]:
+    """Return, for each run, what `act`, a module's function, gives for it on each of the ranks that all runs share."""
+    by_rank = run_ranks(world_size, partial(_act_on_all, act), runs, TIMEOUT)
+    return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
 
-def _rank(rank: int, variables: dict[str, str], work: Work, command_lines: list[Any], folder: str) -> None:
-    os.environ.update(variables)
-    torch.set_num_threads(1)
-    error = Path(folder) / f"error{rank}"
-    faulthandler.enable(error.open("a", encoding="utf-8"))
-    try:
+def _act_on_all(act: Callable[[Any], Any], runs: list[Any]) -> list[Any]:
+    given = []
+    for run in runs:
+        faulthandler.dump_traceback_later(RUN_TIMEOUT, exit=True)
+        given.append(act(run))
+    faulthandler.cancel_dump_traceback_later()
+    return given
+
+
+def run_ranks(world_size: int, work: Work, runs: list[Any], timeout: float, context: Any = None) -> list[Any]:
+    """What `work(runs)`, a module's function, gives on each rank of a group; `context` is that of `start_ranks`."""
+    ended = start_ranks([], world_size, context=context, program=partial(_be_rank, work, runs), timeout=timeout)
+    return [json.loads(text.splitlines()[-1]) for text in ended.check().stdout]
+
+
+def _be_rank(work: Work, runs: list[Any]) -> None:
+    with exit_without_teardown():
         process_group.start(ParallelConfig(distributed_timeout_minutes=2))
-        given = work(command_lines, error)
-        (Path(folder) / f"given{rank}").write_text(json.dumps(given), encoding="utf-8")
+        given = json.dumps(work(runs))
         process_group.stop()
-    except BaseException:
-        error.write_text(traceback.format_exc(), encoding="utf-8")
-        os._exit(1)
+        print(f"\n{given}")
 
 
 def largest_differences(rows: Rows, reference: Rows) -> dict[str, float]:
