@@ -16,11 +16,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 TABLE = Path(os.environ.get("TEST_TIMES", Path(__file__).resolve().parents[1] / "build" / "test-times.csv"))
-LONGEST = 25
-"""Files and tests that the terminal shows."""
 
 
 def cpu_seconds() -> float:
@@ -34,11 +33,10 @@ def cpu_seconds() -> float:
 def _seconds_of(pid: int) -> float:
     """Return the CPU seconds of a process and its ended children; 0 if it is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except FileNotFoundError:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
         return 0.0
-    ticks = stat.rpartition(")")[2].split()[11:15]  # utime, stime, cutime, cstime
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return times.user + times.system + times.children_user + times.children_system
 
 
 class Times:
@@ -75,10 +73,6 @@ class Times:
             writer.writerow(("file or test", "cpu", "wait"))
             for rows in (files, self.rows):
                 writer.writerows((name, *map("{:.3f}".format, _cpu_and_wait(*rows[name]))) for name in _longest(rows))
-        for title, rows in (("files", files), ("tests", self.rows)):
-            terminalreporter.write_sep("=", f"longest {title}: CPU seconds, seconds of waiting")
-            for name in _longest(rows)[:LONGEST]:
-                terminalreporter.write_line("{:9.2f} {:9.2f} {}".format(*_cpu_and_wait(*rows[name]), name))
         sums = [sum(values) for values in zip(*map(_cpu_and_wait, *zip(*files.values(), strict=True)), strict=True)]
         terminalreporter.write_line(
             f"{sums[0]:9.2f} {sums[1]:9.2f} {len(files)} files, {len(self.rows)} tests: all in {TABLE}"

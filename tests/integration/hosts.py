@@ -11,11 +11,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
-
-from tests.integration.launch import environment
 
 INTERFACE = "eth0"
 PAIRS = itertools.count()
@@ -26,13 +23,6 @@ class Host(NamedTuple):
 
     name: str
     address: str
-
-    def start(self, command: Sequence[object], output: Path, **variables: str) -> subprocess.Popen[bytes]:
-        """Run a program there; what it prints goes into `output`."""
-        words = ["ip", "netns", "exec", self.name, *map(str, command)]
-        surroundings = environment() | {"GLOO_SOCKET_IFNAME": INTERFACE} | variables
-        with output.open("wb") as stream:
-            return subprocess.Popen(words, stdout=stream, stderr=stream, env=surroundings, cwd=output.parent)
 
     def die(self) -> None:
         """Vanish without a word to the other host: first the cable, then every process."""

@@ -2,7 +2,6 @@
 command resumes; nobody else can reach a run from the network.
 """
 
-import contextlib
 import ctypes
 import datetime
 import functools
@@ -11,13 +10,11 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from packaging.version import Version
@@ -26,10 +23,9 @@ from torch import distributed
 from megatron_ddrp.parallel import rendezvous
 from megatron_ddrp.parallel.rendezvous import listen
 from megatron_ddrp.run import run_folder
-from megatron_ddrp.run.metrics import read_rows
 from tests.integration.conftest import Flags
 from tests.integration.hosts import INTERFACE, Host
-from tests.integration.launch import SCRIPT, TIMEOUT, Hold, Result, armed, free_port, lines, start_ranks, training_rows
+from tests.integration.launch import Hold, Result, armed, free_port, lines, start_ranks, training_rows
 
 SECONDS = 12
 """Time that ranks get to meet, where nothing but waiting can show that one will not come."""
@@ -59,15 +55,16 @@ def die_while_connecting() -> None:
         distributed.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
 
-def stay_away(rank: int) -> None:
+def without(rank: int) -> None:
+    """Let all ranks but this one run."""
     if os.environ["RANK"] == str(rank):
         os._exit(0)
+    rendezvous.SIGN_OF_LIFE = 1.0
 
 
 VAIN: dict[str, tuple[int, Callable[[], None]]] = {
-    "without rank 1": (2, functools.partial(only, 0, LOCAL_RANK="0")),
     "without rank 0": (2, functools.partial(only, 1, LOCAL_RANK="0")),
-    "without rank 2": (3, functools.partial(stay_away, 2)),
+    "without rank 2": (3, functools.partial(without, 2)),
     "killed": (2, die_while_connecting),
     "rank 0 at no address": (2, functools.partial(only, 0, MASTER_ADDR="nowhere.invalid")),
     "rank 1 at no address": (2, functools.partial(only, 1, MASTER_ADDR="nowhere.invalid")),
@@ -92,10 +89,13 @@ def test_a_rank_that_does_not_come_is_named_by_those_that_wait(flags: Flags) -> 
             found[name] = meet_in_vain(flags, *VAIN[name], during=lambda _: meet_all(others))
 
     meet_all(list(VAIN))
-    line = line_of(found["without rank 1"], 0)
-    assert "rank 1 did not come within 0.2 minutes (--distributed-timeout-minutes); the others are on " in line
+    waiting = found["without rank 2"]  # rank 0, which hosts their meeting place, leaves it last
+    assert waiting.exit_codes == [1, 1, 0], waiting.stderr
+    line = line_of(waiting, 0)
+    assert "rank 2 did not come within 0.2 minutes (--distributed-timeout-minutes); the others are on " in line
     assert "look above for ssh's" in line and "port" not in line
-    assert "waiting for rank 1 …" in found["without rank 1"].stdout[0]
+    assert "waiting for rank 2 …" in waiting.stdout[0]
+    assert waiting.stderr[1] == "", "ranks of one host print once"
 
     line = line_of(found["without rank 0"], 1)
     away = "Connection refused; rank 0 did not come, has another --master_addr"
@@ -106,11 +106,6 @@ def test_a_rank_that_does_not_come_is_named_by_those_that_wait(flags: Flags) -> 
     assert killed.exit_codes == [1, -signal.SIGKILL], killed.stderr
     [line] = lines(killed.stderr[0])
     assert re.search("rank 0 (cannot meet|could not connect to)", line) and "port" not in line
-
-    waiting = found["without rank 2"]  # rank 0, which hosts their meeting place, leaves it last
-    assert waiting.exit_codes == [1, 1, 0], waiting.stderr
-    assert "rank 2 did not come within 0.2 minutes" in line_of(waiting, 0)
-    assert waiting.stderr[1] == "", "ranks of one host print once"
 
     for rank in (0, 1):
         line = line_of(found[f"rank {rank} at no address"], rank)
@@ -127,17 +122,6 @@ def enter(hosts: tuple[Host, ...], **variables: str) -> None:
     assert libc.unshare(NEW_NAMES) == 0
     socket.sethostname(host.name)
     os.environ.update(variables, LOCAL_RANK="0")
-
-
-@pytest.mark.slow
-def test_a_network_that_does_not_join_the_hosts(hosts: tuple[Host, Host], flags: Flags) -> None:
-    """Each rank tells the other a loopback address: one is refused at once, the other waits for it."""
-    where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    apart = meet_in_vain(flags, 2, functools.partial(enter, hosts, **where))
-    assert apart.exit_codes == [1, 1], apart.stderr
-    for text in apart.stderr:
-        assert "frame #" not in text and "Traceback" not in text and "pytorch" not in lines(text)[-1]
-        assert text.count("name one by GLOO_SOCKET_IFNAME") == 1
 
 
 def with_own_disk(owner: Host, disk: str, hosts: tuple[Host, ...], **variables: str) -> None:
@@ -174,75 +158,37 @@ def test_a_save_folder_that_hosts_do_not_share(hosts: tuple[Host, Host], flags: 
     assert not (own / "run/metrics.jsonl").exists() and not (own / "run/lock").exists()
 
 
-BIN = Path(sys.executable).parent
-PATH = f"{BIN}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-LONG_RUN = {"train_iters": 60, "save_interval": 4, "keep_last": 2, "distributed_timeout_minutes": 0.3}
-STEPS_BEFORE_DEATH = 6
-
-
-def wait_for_step(step: int, folder: Path, running: subprocess.Popen[bytes], output: Path) -> None:
-    """Until a run has written that step's row."""
-    end = time.monotonic() + TIMEOUT
-    while sum("loss" in row for row in read_rows(folder)) < step:  # without the row that is being written
-        assert running.poll() is None and time.monotonic() < end, output.read_text(encoding="utf-8")
-        time.sleep(0.05)
+LONG_RUN = {"train_iters": 20, "save_interval": 4, "keep_last": 2, "distributed_timeout_minutes": 0.3}
 
 
 @pytest.mark.slow
 def test_a_host_vanishes_and_the_run_resumes(hosts: tuple[Host, Host], flags: Flags, tmp_path: Path) -> None:
-    """Each host is given its own command, as schedulers do where hosts cannot reach each other by ssh (which
-    tests/cluster has). The ranks that resume are forks."""
-    hostfile, save = tmp_path / "hostfile", tmp_path / "run"
-    hostfile.write_text("".join(f"{host.address} slots=1\n" for host in hosts), encoding="utf-8")
-    outputs = [tmp_path / host.name for host in hosts]
-    where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(free_port())}
-    launcher = [BIN / "deepspeed", "--hostfile", hostfile, "--no_ssh", "--master_addr", where["MASTER_ADDR"]]
-    launcher += ["--master_port", where["MASTER_PORT"], "--node_rank"]
-    arguments = flags(save=save, load=save, **LONG_RUN)
-    running = [
-        host.start([*launcher, number, SCRIPT, *arguments], output, PATH=PATH)
-        for number, (host, output) in enumerate(zip(hosts, outputs, strict=True))
-    ]
-    wait_for_step(STEPS_BEFORE_DEATH, save, running[0], outputs[0])
-    hosts[1].die()
-    assert running[0].wait(TIMEOUT) == 1
-    running[1].wait(TIMEOUT)
-    text = outputs[0].read_text(encoding="utf-8")
-    assert "layout: 2 ranks on cpu" in text
-    assert text.count("rank 0 lost another rank: ") == 1 and "Traceback" not in text
+    """tests/cluster has the launchers."""
+    save, hold = tmp_path / "run", Hold(tmp_path / "pipe")
+    where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": INTERFACE}
+    arguments, go_there = flags(save=save, load=save, **LONG_RUN), functools.partial(enter, hosts, **where)
+
+    def vanish(ranks: list[Any]) -> None:
+        hold.next_process(ranks[1].sentinel)
+        hosts[1].die()
+        hold.release()
+
+    lost = start_ranks(arguments, 2, armed(f"step.logged={hold.action}@6", then=go_there), vanish)
+    assert lost.exit_codes == [1, -signal.SIGKILL]
+    [line] = lines(lost.stderr[0])
+    assert "rank 0 lost another rank: " in line and "layout: 2 ranks on cpu" in lost.stdout[0]
     hosts[1].come_back()
-    before = functools.partial(enter, hosts, GLOO_SOCKET_IFNAME=INTERFACE, **where)
-    assert f"resumed from {save} at step " in start_ranks(arguments, 2, before=before).check().stdout[0]
+    assert f"resumed from {save} at step 4" in start_ranks(arguments, 2, before=go_there).check().stdout[0]
     start_ranks(flags(save=tmp_path / "whole", **LONG_RUN), 2).check()
     rows = training_rows(save)
     assert [row["iteration"] for row in rows] == list(range(1, LONG_RUN["train_iters"] + 1))
     assert rows == training_rows(tmp_path / "whole")
 
 
-LISTENS = "0A"
-"""State of a listening socket in /proc/net/tcp."""
-
-
 def listening(pid: int) -> list[str]:
-    """Addresses at which a process listens, from what the kernel says."""
-    links = [_link(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
-    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
-    tables = [path for path in map(Path, ("/proc/self/net/tcp", "/proc/self/net/tcp6")) if path.exists()]
-    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
-    return [_address(row[1].split(":")[0]) for row in rows if row[3] == LISTENS and row[9] in own]
-
-
-def _link(descriptor: Path) -> str:
-    """Return what a descriptor refers to, or nothing if another thread has closed it meanwhile."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.readlink(descriptor)
-    return ""
-
-
-def _address(text: str) -> str:
-    """An address as /proc has it, words of four bytes in the machine's order."""
-    words = [bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8)]
-    return str(ipaddress.ip_address(b"".join(words)))
+    """Addresses at which a process listens."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
 
 
 def addresses(flags: Flags, folder: Path, ranks: int, **settings: object) -> list[list[str]]:

@@ -6,7 +6,6 @@ Everything else is tested without them, faster.
 import base64
 import importlib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -22,13 +21,13 @@ from typing import NamedTuple
 import pytest
 
 from megatron_ddrp import __main__, __version__
-from megatron_ddrp.commands import COMMANDS, pretrain
+from megatron_ddrp.commands import COMMANDS
 from megatron_ddrp.commands.functions import as_command
 from megatron_ddrp.commands.pretrain import read_arguments
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.train import train
 from tests.conftest import Ended, TinyCorpus, documents
-from tests.integration.conftest import TINY, Flags
+from tests.integration.conftest import Flags, command_line, tiny_settings
 from tests.integration.launch import ROOT, SCRIPT, TIMEOUT, free_port, run_command, start_ranks
 from tests.integration.test_run_folder import COMPLETE, assert_complete
 
@@ -38,13 +37,14 @@ PATH = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
 
 
 def launchers() -> dict[str, list[str]]:
-    """A command line each for two ranks, up to the script; tests/integration/test_run_folder.py trains on one."""
+    """A command line each for two ranks, up to the flags; tests/integration/test_run_folder.py trains on one."""
+    deepspeed = [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())]
     torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", "-x", "MASTER_ADDR=127.0.0.1"]
     return {
-        "deepspeed": [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())],
-        "torchrun": [*torchrun, "--master-port", str(free_port())],
-        "mpirun": [*mpirun, "-x", f"MASTER_PORT={free_port()}", sys.executable],
+        "deepspeed": [*deepspeed, "--module", "megatron_ddrp", "pretrain"],
+        "torchrun": [*torchrun, "--master-port", str(free_port()), str(SCRIPT)],
+        "mpirun": [*mpirun, "-x", f"MASTER_PORT={free_port()}", sys.executable, str(SCRIPT)],
     }
 
 
@@ -53,19 +53,11 @@ def launchers() -> dict[str, list[str]]:
 def test_every_launcher_trains(launcher: str, tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
     if launcher == "mpirun" and not shutil.which("mpirun", path=PATH):
         pytest.skip("needs Open MPI's mpirun")
-    ended = run_command([*launchers()[launcher], SCRIPT, *flags(save=tmp_path, **COMPLETE)], PATH=PATH)
+    ended = run_command([*launchers()[launcher], *flags(save=tmp_path, **COMPLETE)], PATH=PATH)
     assert ended.returncode == 0, ended.stderr
     assert_complete(tmp_path, tiny_corpus)
     assert ended.stdout.count("step 5/5 | loss") == 1
     assert "layout: 2 ranks on cpu" in ended.stdout and "Traceback" not in ended.stderr
-
-
-def test_help_is_not_too_wide_and_lists_each_command_with_a_line(run_tool: Callable[..., Ended]) -> None:
-    """tests/unit/test_arguments.py reads the help of `pretrain`."""
-    ended = run_tool(pretrain, "--help")
-    assert (ended.returncode, ended.stderr) == (0, "") and max(map(len, ended.stdout.splitlines())) <= 120
-    shown = run_tool(__main__, "--help").stdout
-    assert all(f"  {name} " in shown and command.summary in shown for name, command in COMMANDS.items())
 
 
 HEAVY = ("torch", "deepspeed", "transformers", "matplotlib", "scipy", "sklearn", "pyarrow")
@@ -92,19 +84,12 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return Package(wheel, sdist, folder / "site")
 
 
-@pytest.fixture
-def command(package: Package, tmp_path: Path) -> Callable[..., str]:
-    """Run a command line in an empty folder, where the installed wheel is found and the checkout is not."""
-    environment = os.environ | {"PYTHONPATH": str(package.site), "PATH": f"{package.site / 'bin'}:{BIN}:/usr/bin:/bin"}
-
-    def run(*words: object) -> str:
-        done = subprocess.run(
-            [str(word) for word in words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+def run_installed(package: Package, *words: object) -> str:
+    """Run a command line where the installed wheel is found and the checkout is not; return what it prints."""
+    path = f"{package.site / 'bin'}:{BIN}:/usr/bin:/bin"
+    done = run_command(words, PYTHONPATH=str(package.site), PATH=path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -130,17 +115,13 @@ def test_the_package_holds_what_it_should_and_indexes_take_it(package: Package) 
 
 
 @pytest.mark.slow
-def test_the_main_job_runs_from_the_wheel(
-    command: Callable[..., str], package: Package, tiny_corpus: TinyCorpus, tmp_path: Path
-) -> None:
-    assert command("megatron-ddrp", "--version") == f"megatron-ddrp {__version__}\n"
-    assert str(package.site) in command("python", "-c", "import megatron_ddrp; print(megatron_ddrp.__file__)")
-    data = ("--data-path", tiny_corpus.prefix, "--vocab-file", tiny_corpus.vocab_file)
-    size = ("--num-layers", 1, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 32)
-    batch = ("--micro-batch-size", 2, "--global-batch-size", 4, "--train-iters", 2, "--eval-iters", 1)
-    launcher = ("deepspeed", "--num_accelerators", "2", "--master_port", free_port(), "--module", "megatron_ddrp")
-    assert "layout: 2 ranks" in command(*launcher, "pretrain", *data, *size, *batch, "--save", "run")
-    command("megatron-ddrp", "convert", "--load", "run", "--output", "hf")
+def test_the_main_job_runs_from_the_wheel(package: Package, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+    assert run_installed(package, "megatron-ddrp", "--version") == f"megatron-ddrp {__version__}\n"
+    place = "import megatron_ddrp; print(megatron_ddrp.__file__)"
+    assert str(package.site) in run_installed(package, "python", "-c", place)
+    words = command_line(tiny_settings(tiny_corpus) | {"train_iters": 2, "save": tmp_path / "run"})
+    assert f"saved {tmp_path}/run/iter_0000002" in run_installed(package, "megatron-ddrp", "pretrain", *words)
+    run_installed(package, "megatron-ddrp", "convert", "--load", tmp_path / "run", "--output", tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
@@ -172,9 +153,9 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
         (["--local-rank=0", "pretrain", "--num-layers", "x"], "megatron-ddrp pretrain: error: argument --num-layers"),
     ],
 )
-def test_a_wrong_command_line_ends_in_one_line(words: list[str], message: str) -> None:
-    done = start_ranks(words, None, program="megatron_ddrp")
-    assert done.exit_codes == [2] and message in done.stderr[0] and done.stderr[0].count("\n") == 1
+def test_a_wrong_command_line_ends_in_one_line(words: list[str], message: str, run_tool: Callable[..., Ended]) -> None:
+    done = run_tool(__main__, *words)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
 PLAIN = str.maketrans('",', "  ")
@@ -219,11 +200,10 @@ def test_the_first_program_of_the_page_runs(tmp_path: Path) -> None:
 def test_ranks_of_a_launcher_train_thrice_in_two_layouts_and_keep_no_more_files(
     tiny_corpus: TinyCorpus, tmp_path: Path
 ) -> None:
-    data = {"data_path": str(tiny_corpus.prefix), "vocab_file": str(tiny_corpus.vocab_file), "save_interval": 2}
-    run = str(tmp_path / "run")
-    settings = TINY | data | {"train_iters": 4, "zero_stage": 1, "save": run, "load": run}
+    own = {"train_iters": 4, "zero_stage": 1, "save_interval": 2, "save": tmp_path / "run", "load": tmp_path / "run"}
+    settings = json.dumps(tiny_settings(tiny_corpus) | own, default=str)
     (tmp_path / "program.py").write_text(ON_RANKS, encoding="utf-8")
-    printed = start_ranks([json.dumps(settings)], 2, program=str(tmp_path / "program.py")).check().stdout
+    printed = start_ranks([settings], 2, program=str(tmp_path / "program.py")).check().stdout
     assert [text.splitlines()[-1] for text in printed] == ["2 4 2 True.", "2 4 0 True."]
     assert [row["iteration"] for row in read_rows(tmp_path / "run")] == [1, 2, 3, 4, 5]
 

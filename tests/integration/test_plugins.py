@@ -20,7 +20,7 @@ from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.run.metrics import read_rows
 from tests.conftest import TinyCorpus
-from tests.integration.conftest import TINY, Flags, Told, Train
+from tests.integration.conftest import Flags, Told, Train, tiny_settings
 from tests.integration.launch import ROOT, start_ranks
 from tests.integration.test_functions import hashes
 from tests.refusals import refused, wrong_arguments
@@ -77,9 +77,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(tiny_corpus: TinyCorpus, page: Path) -> Settings:
     files = ["lion.py", "spans.py", "square.py", "norms.py"]
     chosen = {"optimizer": "lion", "masking": "spans", "lr_decay_style": "square", "weight_decay": 0.1, "lr": 1e-3}
-    data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file}
     plugins = {"plugin": [str(page / file) for file in files]}
-    return TINY | data | chosen | plugins | {"train_iters": 4, "lr_warmup_fraction": 0.25, "zero_stage": 1}
+    return (
+        tiny_settings(tiny_corpus) | chosen | plugins | {"train_iters": 4, "lr_warmup_fraction": 0.25, "zero_stage": 1}
+    )
 
 
 def test_a_run_with_all_of_them_resumes_bit_for_bit_and_they_are_forgotten(settings: Settings, tmp_path: Path) -> None:
@@ -107,15 +108,6 @@ def test_the_schedule_and_the_column_stand_in_the_rows_and_the_report(settings: 
     assert f"| embedding_norm, training | {norms[0]:.3f} | {norms[-1]:.3f} | 4 |" in text
 
 
-def lion(parameters: list[float], gradients: list[float], momenta: list[float], rate: float, decay: float) -> None:
-    """Algorithm 2 of Chen et al. (arXiv:2302.06675), with β1 = 0.9 and β2 = 0.99; changes parameters and momenta."""
-    for number, gradient in enumerate(gradients):
-        update = 0.9 * momenta[number] + 0.1 * gradient
-        sign = (update > 0) - (update < 0)
-        parameters[number] -= rate * (sign + decay * parameters[number])
-        momenta[number] = 0.99 * momenta[number] + 0.01 * gradient
-
-
 def load(file: Path, table: str) -> dict[str, Any]:
     """The dictionary of a file of the page, without the registry."""
     names: dict[str, Any] = {}
@@ -124,14 +116,16 @@ def load(file: Path, table: str) -> dict[str, Any]:
 
 
 def test_the_optimizer_is_its_algorithm(page: Path) -> None:
+    """Algorithm 2 of Chen et al. (arXiv:2302.06675), with β1 = 0.9, β2 = 0.99, a rate of 0.01 and a decay of 0.1."""
     weight = torch.nn.Parameter(torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64))
     groups = [{"params": [weight], "weight_decay": 0.1}]
     optimizer = load(page / "lion.py", "OPTIMIZERS")["lion"](groups, 0.01, 0.9, 0.99)
-    parameters, momenta = weight.tolist(), [0.0] * 3
+    parameters, momenta = np.array(weight.tolist()), np.zeros(3)
     for gradients in ([1.0, -0.1, 0.0], [-2.0, -0.1, 0.3], [0.01, 5.0, -9.0]):
         weight.grad = torch.tensor(gradients, dtype=torch.float64)
         optimizer.step()
-        lion(parameters, gradients, momenta, 0.01, 0.1)
+        parameters -= 0.01 * (np.sign(0.9 * momenta + 0.1 * weight.grad.numpy()) + 0.1 * parameters)
+        momenta = 0.99 * momenta + 0.01 * weight.grad.numpy()
         assert weight.tolist() == pytest.approx(parameters, rel=1e-14)
     optimizer.found_inf = torch.ones(())
     weight.grad.fill_(math.nan)
@@ -196,17 +190,12 @@ class Idle(Optimizer):
 OPTIMIZERS = {"idle": Idle}
 """
 WRONG = {
-    "ENCODINGS = {}": "adds nothing",
     "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
-    "class A: pass\nOBJECTIVES = {'mth': A}": "OBJECTIVES names 'mth', which is taken: choose another name",
-    "ENCODINGS = {'mine': 3}": "ENCODINGS['mine'] is 3: expected a class derived from PositionEncoding",
     "class A: pass\nOBJECTIVES = {'mine': A}": "expected a class derived from Objective",
     "": "cannot be read: expected a Python file",
-    "OPTIMIZERS = {'lion': 3}": "OPTIMIZERS['lion'] is 3: expected a class derived from Optimizer",
     IDLE.replace("moments", "names"): "expected a class derived from Optimizer with an attribute moments, a list",
     "SCHEDULES = {'fall': 3}": "SCHEDULES['fall'] is 3: expected a function",
-    "def f(labels, predictions): return 1\nMETRICS = {'f': f}": "expected a function with an attribute kinds",
-    "MASKINGS = {'token': 3}": "MASKINGS names 'token', which is taken",
+    "MASKINGS = {'token': 3}": "MASKINGS names 'token', which is taken: choose another name",
     "x = 3": "adds nothing: expected one of ENCODINGS, OBJECTIVES, MASKINGS, OPTIMIZERS, ",
 }
 """Text of a file, none for a file that is missing, and words of the line."""

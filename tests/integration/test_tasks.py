@@ -9,7 +9,6 @@ from pathlib import Path
 from runpy import run_path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -24,33 +23,25 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS
 from tests.integration.launch import ROOT, Hold, Result, armed, fork_jobs, start_ranks
 from tests.refusals import refused
 from tests.unit.conversion.conftest import WORDS, write_checkpoint
-
-PIECES = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
+from tests.unit.tasks.conftest import sentences, write_bert
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A made-up CoLA of odd sizes, and a BERT with dropout that learns it."""
-    transformers = pytest.importorskip("transformers")
+    """A made-up CoLA and STS-B of odd sizes and lengths, and a BERT with dropout that learns them."""
+    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("glue")
-    rng = np.random.default_rng(0)
     for task in ("CoLA", "STS-B"):
         (folder / "data" / task).mkdir(parents=True)
-    for name, count in (("train", 61), ("dev", 37)):
+    for name, count, seed in (("train", 61, 0), ("dev", 37, 1)):
         cola, sts = [], ["index\tsentence1\tsentence2\tscore"]
-        for index in range(count):
-            words = rng.choice(len(PIECES), rng.integers(2, 6))
-            text = " ".join(PIECES[word] for word in words)
-            cola.append(f"made\t{int(words[0] < 3)}\t\t{text}")
-            sts.append(f"{index}\t{text}\tred cat\t{(words < 3).sum()}.000")
+        for index, (text, is_colour) in enumerate(sentences(count, seed)):
+            words = text.split()[: 1 + index % 3]
+            cola.append(f"made\t{is_colour}\t\t{' '.join(words)}")
+            sts.append(f"{index}\t{' '.join(words)}\tred cat\t{len(words) * is_colour}.000")
         (folder / "data" / "CoLA" / f"{name}.tsv").write_text("\n".join(cola) + "\n")
         (folder / "data" / "STS-B" / f"{name}.tsv").write_text("\n".join(sts) + "\n")
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *PIECES]
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.BertConfig(vocab_size=len(pieces), max_position_embeddings=16, initializer_range=0.2, **sizes)
-    transformers.BertModel(config).save_pretrained(folder / "bert")
-    (folder / "bert" / "vocab.txt").write_text("\n".join(pieces) + "\n")
-    import_folder(folder / "bert", folder / "ours")  # whose workers need not import transformers
+    import_folder(write_bert(folder / "bert"), folder / "ours")  # whose workers need not import transformers
     return folder
 
 
@@ -96,14 +87,6 @@ def test_one_and_two_ranks_have_the_same_scores(folder, alone):
 
 
 @pytest.mark.slow
-def test_workers_share_a_sweep_and_a_second_start_does_nothing(folder, alone):
-    words = command(folder, folder / "workers", "--workers", "2")
-    for said in ("[2/2]", "0 of 2 runs to do"):
-        assert said in run(words)
-        assert rows(folder / "workers") == rows(alone)
-
-
-@pytest.mark.slow
 def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, alone):
     """It is killed with a lease, while the other holds one too."""
     out, hold = folder / "one killed", Hold(folder / "pipe")
@@ -121,22 +104,22 @@ def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, alon
 
 
 @pytest.mark.slow
-def test_killed_commands_end_as_one_undisturbed(folder, alone):
+def test_a_killed_command_ends_as_one_undisturbed_and_another_start_does_nothing(folder, alone):
     """Workers must go with a killed parent, and the leases that they held must be free."""
-    out = folder / "killed"
+    out, hold = folder / "killed", Hold(folder / "pipe of the command")
     words = command(folder, out, "--workers", "2")
-    for point in ("job.leased", "job.appended"):
-        hold = Hold(folder / f"pipe of {point}")
 
-        def kill(commands: list[Any], hold: Hold = hold) -> None:
-            hold.next_process(commands[0].sentinel)
-            commands[0].kill()
+    def kill(commands: list[Any]) -> None:
+        hold.next_process(commands[0].sentinel)
+        commands[0].kill()
 
-        killed = start_ranks(words, None, armed(f"{point}={hold.action}", then=fork_jobs), kill, program="tasks.glue")
-        assert killed.exit_codes == [-signal.SIGKILL], "it ended by itself, so this proves nothing"
-        hold.release()
+    points = armed(f"job.leased={hold.action}", then=fork_jobs)
+    killed = start_ranks(words, None, points, kill, program="tasks.glue")
+    assert killed.exit_codes == [-signal.SIGKILL], "it ended by itself, so this proves nothing"
+    hold.release()
     run(words)
     assert (rows(out), predictions(out)) == (rows(alone), predictions(alone))
+    assert "0 of 2 runs to do" in run(words)
 
 
 @pytest.mark.slow
