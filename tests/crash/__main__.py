@@ -8,12 +8,11 @@ table of the states between the markers of docs/checkpoints.md.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.pages import write_table
@@ -21,14 +20,15 @@ from megatron_ddrp.pages import plotting
 from megatron_ddrp.pages.markdown import Table
 from tests.conftest import coarse_figure
 from tests.crash import disks, recording
-from tests.crash.checking import PROTOCOLS, Bench, Effort, Report
+from tests.crash.checking import PROTOCOLS, Bench, Report
 from tests.crash.states import MODELS
 
 DOCUMENT = "checkpoints.md"
-KINDS = ("states", "failures", "disks")
 FAILURES = (("ENOSPC", True), ("ENOSPC", False), ("EIO", False), ("EINTR", False), ("short write", False))
 """Faults of one operation, or of it and all later ones."""
-QUICK = Effort(("kill", "journal"), most=40)
+
+Findings = Iterator[tuple[str, list[str]]]
+"""Something that was checked, in a line, and its faults."""
 
 
 def table(reports: Sequence[Report]) -> str:
@@ -43,49 +43,39 @@ def table(reports: Sequence[Report]) -> str:
     return str(Table(header, [*rows, ["all", str(sum(report.operations for report in reports)), *sums]]))
 
 
-def check_states(bench: Bench, names: Sequence[str], effort: Effort, reports_file: Path | None, writes: bool) -> int:
-    """Try the states of crashes; return the number of bad ones."""
+def try_states(bench: Bench, names: Sequence[str], given: argparse.Namespace) -> Findings:
+    """Try the states of crashes, and print their table."""
     reports = []
     for name in names:
-        reports.append(report := bench.check(name, effort))
-        _tell(f"{name}: {report.operations} operations, {sum(report.tried.values())} states", report.faults)
-    if reports_file:
-        reports_file.write_text(json.dumps([report._asdict() for report in reports]), encoding="utf-8")
-    else:
-        print(table(reports))
-    if writes:
+        reports.append(report := bench.check(name, given.quick))
+        yield f"{name}: {report.operations} operations, {sum(report.tried.values())} states", report.faults
+    print(table(reports))
+    if given.write:
         write_table(DOCUMENT, "crashes", table(reports))
-    return sum(sum(report.bad.values()) for report in reports)
 
 
-def check_failures(bench: Bench, names: Sequence[str]) -> int:
-    """Let each operation fail; return the number of faults found."""
-    number = 0
+def let_operations_fail(bench: Bench, names: Sequence[str], given: argparse.Namespace) -> Findings:
+    """Let each operation fail."""
     for name in names:
         for fault, sticky in FAILURES:
             tries, faults = bench.fail(name, fault, sticky)
-            _tell(f"{name}: {fault}{' for good' * sticky} at each of {tries} operations", faults)
-            number += len(faults)
-    return number
+            yield f"{name}: {fault}{' for good' * sticky} at each of {tries} operations", faults
 
 
-def check_disks(bench: Bench, names: Sequence[str]) -> int:
-    """Cut the power of real file systems; return the number of faults found."""
-    number = 0
+def cut_power_of_disks(bench: Bench, names: Sequence[str], given: argparse.Namespace) -> Findings:
+    """Cut the power of real file systems."""
     for kind in disks.KINDS:
         if lack := disks.lacking(kind):
-            _tell(f"{kind}: not checked: this machine lacks {lack}", [])
-            continue
-        for report, faults in disks.check(bench, kind, names).items():
-            _tell(f"{kind}: power cut after {report}", faults)
-            number += len(faults)
-    return number
+            yield f"{kind}: not checked: this machine lacks {lack}", []
+        else:
+            yield from disks.check(bench, kind, names)
 
 
-def _tell(line: str, faults: Sequence[str]) -> None:
-    print(line, "-" if not faults else "BAD", flush=True)
-    for fault in faults:
-        print(f"    {fault}", flush=True)
+KINDS: dict[str, Callable[..., Findings]] = {
+    "states": try_states,
+    "failures": let_operations_fail,
+    "disks": cut_power_of_disks,
+}
 
 
 def main() -> int:
@@ -93,42 +83,34 @@ def main() -> int:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="states, failures, disks (default: all)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"some of: {', '.join(PROTOCOLS)}")
     parser.add_argument("--quick", action="store_true", help="fewer updates and states, as in the test suite")
-    parser.add_argument("--reports", type=Path, metavar="FILE", help="write the results of the states as JSON")
     parser.add_argument("--write", action="store_true", help=f"replace the table in {DOCUMENT}")
     given = parser.parse_args()
-    kinds = given.kinds or list(KINDS)
-    if strange := {*kinds} - {*KINDS} or {*(given.only or ())} - {*PROTOCOLS}:
+    if strange := {*given.kinds} - {*KINDS} or {*(given.only or ())} - {*PROTOCOLS}:
         parser.error(f"unknown: {', '.join(strange)}; known: {', '.join((*KINDS, *PROTOCOLS))}")
     if reason := recording.missing():
         print(f"nothing checked: {reason}")
         return 0
-    names = given.only or [name for name, protocol in PROTOCOLS.items() if protocol.is_quick or not given.quick]
     with tempfile.TemporaryDirectory(prefix="crash-") as folder:
         place = Path(folder).resolve()
-        if recording.is_loaded():
-            return int(check(Bench(place), names, kinds, given) > 0)
-        recorded, bad = [kind for kind in kinds if kind != "disks"], 0
-        if recorded:
-            bad = subprocess.call(_recorded_command(recorded), env={**os.environ, **recording.environment(place)})
-        return int(bad or "disks" in kinds and check_disks(Bench(place), names) > 0)
+        if not recording.is_loaded():  # once more, with the recorder
+            command = [sys.executable, "-W", "ignore", "-m", "tests.crash", *sys.argv[1:]]
+            return subprocess.call(command, env={**os.environ, **recording.environment(place)})
+        return check(Bench(place), given)
 
 
-def check(bench: Bench, names: Sequence[str], kinds: Sequence[str], given: argparse.Namespace) -> int:
-    """Do the checks that the recorder is needed for; return the number of bad states and faults."""
-    bad = 0
+def check(bench: Bench, given: argparse.Namespace) -> int:
+    """Print the findings of each kind; return 1 if there is a fault."""
     if given.quick:
         plotting.render = coarse_figure
-    if "states" in kinds:
-        bad += check_states(bench, names, QUICK if given.quick else Effort(), given.reports, given.write)
-    if "failures" in kinds:
-        bad += check_failures(bench, names)
-    return bad
-
-
-def _recorded_command(kinds: Sequence[str]) -> list[str]:
-    """Return this command with other kinds, for a process in which the recorder stands in front of libc."""
-    options = [word for word in sys.argv[1:] if word not in KINDS]
-    return [sys.executable, "-W", "ignore", "-m", "tests.crash", *kinds, *options]
+    names = given.only or [name for name, protocol in PROTOCOLS.items() if protocol.is_quick or not given.quick]
+    bad = 0
+    for kind in given.kinds or KINDS:
+        for line, faults in KINDS[kind](bench, names, given):
+            print(line, "BAD" if faults else "-", flush=True)
+            for fault in faults:
+                print(f"    {fault}", flush=True)
+            bad += len(faults)
+    return int(bad > 0)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import re
 import shutil
 import traceback
 from collections import Counter
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.crash import recording
-from tests.crash.outputs import OUTPUTS, TOKEN
+from tests.crash.outputs import OUTPUTS
 from tests.crash.protocol import Protocol, as_command, quietly
 from tests.crash.recording import Recording, tree_of
 from tests.crash.runs import RUNS
@@ -20,14 +21,10 @@ from tests.crash.sample import Sample
 from tests.crash.states import MODELS, State, states_of
 
 PROTOCOLS = {protocol.name: protocol for protocol in (*RUNS, *OUTPUTS)}
-
-
-class Effort(NamedTuple):
-    """Amount of states that are tried of a protocol."""
-
-    models: tuple[str, ...] = MODELS
-    most: int | None = None
-    """States of a model; of more, so many are drawn by chance."""
+TOKEN = re.compile(r"\.[0-9a-f]{16}\.")
+QUICK_MODELS = ("kill", "journal")
+QUICK_STATES = 40
+"""States of a power cut that a quick check tries; of more, so many are drawn by chance."""
 
 
 class Report(NamedTuple):
@@ -49,9 +46,9 @@ class Bench:
         self.folder = folder
         self.sample = quietly(lambda: Sample(folder / "sample")).value
 
-    def check(self, name: str, effort: Effort) -> Report:
+    def check(self, name: str, is_quick: bool) -> Report:
         """Record a protocol's update, and try the states that crashes leave."""
-        return in_a_fork(lambda: self._check(self._prepared(name), effort))
+        return in_a_fork(lambda: self._check(self._prepared(name), is_quick))
 
     def fail(self, name: str, fault: str, sticky: bool) -> tuple[int, list[str]]:
         """Let each operation of an update fail, one per try; return the number of tries and the faults found."""
@@ -59,26 +56,22 @@ class Bench:
 
     def _prepared(self, name: str) -> Protocol:
         protocol = PROTOCOLS[name](self.folder / f"root{list(PROTOCOLS).index(name)}", self.sample)
-        shutil.rmtree(protocol.root, ignore_errors=True)
-        protocol.root.mkdir()
-        quietly(protocol.prepare)
-        protocol.before = protocol.files()
+        prepare(protocol)
         return protocol
 
-    def _check(self, protocol: Protocol, effort: Effort) -> Report:
+    def _check(self, protocol: Protocol, is_quick: bool) -> Report:
         log, before = self.folder / f"{protocol.root.name}.log", tree_of(protocol.root)
         recording.start(protocol.root, log)
-        if refusal := quietly(protocol.update).refusal:
-            raise RuntimeError(f"{protocol.name} fails on a healthy disk: {refusal}")
+        update(protocol)
         recording.stop()
         protocol.after = protocol.files()
         recorded = Recording(protocol.root, before, log, tree_of(protocol.root))
         tried, bad, faults = Counter[str](), Counter[str](), dict[str, list[str]]()
         verdicts: dict[tuple[bytes, tuple[str, ...]], list[str]] = {}
-        for model in effort.models:
+        for model in QUICK_MODELS if is_quick else MODELS:
             states = states_of(recorded, model)
-            if effort.most is not None and len(states) > effort.most and model != "kill":
-                states = random.Random(0).sample(states, effort.most)
+            if is_quick and len(states) > QUICK_STATES and model != "kill":
+                states = random.Random(0).sample(states, QUICK_STATES)
             every = protocol.again_every * (1 if model == "kill" else 10)
             for number, state in enumerate(states):
                 key = (state.key, state.reported)
@@ -112,6 +105,20 @@ class Bench:
                 shutil.rmtree(template)
                 return number - 1, [f"{line} ×{count}" for line, count in found.items()]
             found.update(lines)
+
+
+def prepare(protocol: Protocol) -> None:
+    """Make a protocol's root anew, as it is before the update."""
+    shutil.rmtree(protocol.root, ignore_errors=True)
+    protocol.root.mkdir()
+    quietly(protocol.prepare)
+    protocol.before = protocol.files()
+
+
+def update(protocol: Protocol) -> None:
+    """Do an update, which must end well."""
+    if refusal := quietly(protocol.update).refusal:
+        raise RuntimeError(f"{protocol.name} fails on a healthy disk: {refusal}")
 
 
 def in_a_fork(action: Callable[[], Any]) -> Any:

@@ -1,7 +1,7 @@
 """Power cuts of real file systems: each lies in an image, which is copied the moment a command has reported success.
 
 The copy holds what the file system has given to its device by then; mounting it replays the journal, as after a power
-cut. It needs root, loop devices and the tools of the file systems, and runs without the recorder, which syncs nothing.
+cut. It needs root, loop devices and the tools of the file systems. Nothing is recorded meanwhile: all syncs are real.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.crash.checking import PROTOCOLS, Bench, faults_of, in_a_fork
-from tests.crash.protocol import Protocol, quietly
+from tests.crash.checking import PROTOCOLS, Bench, faults_of, in_a_fork, prepare, update
+from tests.crash.protocol import Protocol
 
 BYTES = 320 << 20
 """Size of an image: mkfs.xfs takes none below 300 MiB."""
@@ -49,50 +49,38 @@ class Disk:
         finally:
             _system("umount", self.place)
 
-    def copy(self, number: int) -> Path:
+    def copy(self, number: int) -> None:
         """Copy the image as it is now: the disk after a power cut."""
         copy = self.image.with_suffix(f".{number}")
         copy.unlink(missing_ok=True)  # a loop device may still hold an earlier copy, and would be used again
         _system("cp", "--sparse=always", self.image, copy)
-        return copy
 
 
-def check(bench: Bench, kind: str, names: Sequence[str]) -> dict[str, list[str]]:
-    """Cut the power after each report of some protocols; return the faults found, by protocol and report."""
-    disk, found = Disk(bench.folder, kind), dict[str, list[str]]()
+def check(bench: Bench, kind: str, names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Cut the power after each report of some protocols; yield each with the faults found."""
+    disk = Disk(bench.folder, kind)
     for name in names:
         protocol = PROTOCOLS[name](disk.place / "root", bench.sample)
         with disk.mounted(disk.image):
-            _prepare(protocol)
-            protocol.after, _ = in_a_fork(partial(_updated, protocol, None))
-            _prepare(protocol)
-            _, reported = in_a_fork(partial(_updated, protocol, disk))
+            prepare(protocol)
+            os.sync()
+            protocol.after, reported = in_a_fork(partial(_updated, protocol, disk))
         for number, what in enumerate(reported, 1):
             with disk.mounted(disk.image.with_suffix(f".{number}")):
-                found[f"{name}, {what}"] = in_a_fork(partial(faults_of, protocol, reported[:number], deep=True))
-    return found
+                faults = in_a_fork(partial(faults_of, protocol, reported[:number], deep=True))
+            yield f"{kind}: power cut after {name}, {what}", faults
 
 
-def _prepare(protocol: Protocol) -> None:
-    shutil.rmtree(protocol.root, ignore_errors=True)
-    protocol.root.mkdir()
-    quietly(protocol.prepare)
-    protocol.before = protocol.files()
-    os.sync()
-
-
-def _updated(protocol: Protocol, disk: Disk | None) -> tuple[dict[str, bytes], list[str]]:
+def _updated(protocol: Protocol, disk: Disk) -> tuple[dict[str, bytes], list[str]]:
     """Do an update, and copy the disk at each report; return the files and the reports."""
     reported: list[str] = []
 
     def report(what: str) -> None:
         reported.append(what)
-        if disk:
-            disk.copy(len(reported))
+        disk.copy(len(reported))
 
     protocol.report = report  # type: ignore[method-assign]
-    if refusal := quietly(protocol.update).refusal:
-        raise RuntimeError(f"{protocol.name} fails on a healthy disk: {refusal}")
+    update(protocol)
     return protocol.files(), reported
 
 

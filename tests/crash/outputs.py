@@ -1,8 +1,6 @@
 """Protocols of datasets, exported folders, kept models and single files."""
 
-import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 from megatron_ddrp.commands import train_tokenizer
 from megatron_ddrp.conversion import to_huggingface
@@ -15,71 +13,73 @@ from megatron_ddrp.tasks.finetune.command import main as finetune
 from megatron_ddrp.tasks.finetune.training import read_facts
 from megatron_ddrp.tasks.jobs import Store
 from tests.crash.protocol import Protocol, quietly
+from tests.crash.recording import tree_of
 from tests.crash.sample import files_in
 
-TOKEN = re.compile(r"\.[0-9a-f]{16}\.")
-ENDINGS = (".bin", ".idx", ".json")
 
+class Output(Protocol):
+    """Files of a command: old or new as a whole, and the same command ends with the same bytes and nothing else."""
 
-class Preprocess(Protocol):
-    """Datasets of two keys: each whole or not at all, and the same command ends with the same bytes."""
-
-    name = "preprocess"
-    prefixes: tuple[str, ...] = ("p_text_document", "p_title_document")
     overwrites = False
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the datasets, which nothing else is in."""
-        return self.root / "data"
-
-    def command(self) -> None:
-        """Run the command."""
-        self._preprocess("a", self.overwrites)
-
-    def _preprocess(self, text: str, overwrite: bool) -> None:
-        self.sample.preprocess(self.folder / "p", text, ("text", "title"), overwrite)
-
-    def update(self) -> None:
-        self.command()
-        self.report("datasets")
+    """A command that overwrites is never refused; any other may be, once its output is there."""
+    is_repeatable = True
+    """Whether the command gives the same bytes if its output is there already."""
 
     def files(self) -> dict[str, bytes]:
-        paths = [self.folder / f"{prefix}{ending}" for prefix in self.prefixes for ending in ENDINGS]
-        return {path.name: path.read_bytes() for path in paths if path.exists()}
+        paths = files_in(self.root).items()
+        return {path: content for path, content in paths if "/." not in f"/{path}" and ".unfinished/" not in path}
+
+    def mixtures(self, now: Mapping[str, bytes]) -> Iterator[str]:
+        """Yield a fault for each output that is neither old nor new and that a user may take for whole."""
+        raise NotImplementedError
 
     def faults(self, reported: tuple[str, ...], deep: bool) -> Iterator[str]:
         now = self.files()
+        yield from self.mixtures(now)
+        if reported and now != self.after:
+            yield f"the reported output is lost: there are {sorted(now)}"
+        if deep:
+            yield from self._faults_of_the_same_command(now == self.after)
+
+    def _faults_of_the_same_command(self, is_done: bool) -> Iterator[str]:
+        is_left = any(self.root.rglob("*.unfinished/complete"))
+        refusal = quietly(self.command).refusal
+        if refusal and (self.overwrites or is_left or not is_done or "exists already" not in refusal):
+            yield f"the same command is refused: {refusal}"
+        elif self.files() != self.after and (self.is_repeatable or not is_done):
+            yield "the same command ends with other bytes"
+        if not refusal and (others := [path for path in tree_of(self.root) if not self._is_expected(path)]):
+            yield f"the same command leaves {sorted(others)}"
+
+    def _is_expected(self, path: str) -> bool:
+        """Return whether the path is that of a new file or of a folder above one."""
+        return not path or any(f"{file}/".startswith(f"{path}/") for file in self.after)
+
+
+class Preprocess(Output):
+    """Datasets of two keys: each whole or not at all, and the same command ends with the same bytes."""
+
+    name, place = "preprocess", "data"
+    prefixes: tuple[str, ...] = ("p_text_document", "p_title_document")
+
+    def command(self) -> None:
+        self._preprocess("a", self.overwrites)
+
+    def _preprocess(self, text: str, overwrite: bool) -> None:
+        self.sample.preprocess(self.output / "p", text, ("text", "title"), overwrite)
+
+    def mixtures(self, now: Mapping[str, bytes]) -> Iterator[str]:
         for prefix in self.prefixes:
             own, *known = (self._of(files, prefix) for files in (now, self.before, self.after))
             if own and own not in known and not quietly(lambda prefix=prefix: self._read(prefix)).refusal:
                 yield f"a mixed dataset is read silently: {sorted(own)}"
-        if reported and now != self.after:
-            yield f"reported datasets are lost: there are {sorted(now)}"
-        if deep:
-            yield from self._faults_of_the_same_command(now == self.after)
 
-    @staticmethod
-    def _of(files: dict[str, bytes], prefix: str) -> dict[str, bytes]:
-        return {name: content for name, content in files.items() if name.startswith(prefix)}
+    def _of(self, files: Mapping[str, bytes], prefix: str) -> dict[str, bytes]:
+        return {path: content for path, content in files.items() if path.startswith(f"{self.place}/{prefix}")}
 
     def _read(self, prefix: str) -> None:
-        IndexedDataset(str(self.folder / prefix)).check()
-        check_dataset(str(self.folder / prefix))
-
-    def _faults_of_the_same_command(self, is_done: bool) -> Iterator[str]:
-        left = list(self.folder.glob("*.unfinished/complete"))
-        refusal = quietly(self.command).refusal
-        if refusal and (left or not is_done or "exists already" not in refusal):
-            yield f"the same command is refused: {refusal}"
-        elif not self.is_same(is_done):
-            yield "the same command ends with other bytes"
-        if not refusal and (others := sorted({path.name for path in self.folder.iterdir()} - {*self.files()})):
-            yield f"the same command leaves {others}"
-
-    def is_same(self, was_done: bool) -> bool:
-        """Return whether the datasets are those of an undisturbed command."""
-        return self.files() == self.after
+        IndexedDataset(str(self.output / prefix)).check()
+        check_dataset(str(self.output / prefix))
 
 
 class PreprocessAgain(Preprocess):
@@ -98,7 +98,7 @@ class Merge(Preprocess):
 
     def command(self) -> None:
         inputs = [str(self.sample.folder / "data" / f"{name}_text_document") for name in "ab"]
-        merge(self.folder / "both", inputs)
+        merge(self.output / "both", inputs)
 
 
 class Shuffle(Preprocess):
@@ -107,59 +107,37 @@ class Shuffle(Preprocess):
     name, prefixes = "shuffle", ("mixed",)
 
     def command(self) -> None:
-        shuffle(self.folder / "mixed", str(self.sample.folder / "data" / "a_text_document"), 3)
+        shuffle(self.output / "mixed", str(self.sample.folder / "data" / "a_text_document"), 3)
 
 
 class ShuffleInPlace(Preprocess):
-    """A dataset in another order, under its own name."""
+    """A dataset in another order, under its own name: what is shuffled already is shuffled once more."""
 
     name, prefixes = "shuffle in place", ("p_text_document",)
+    overwrites, is_repeatable = True, False
 
     def prepare(self) -> None:
-        self.sample.preprocess(self.folder / "p")
+        self.sample.preprocess(self.output / "p")
 
     def command(self) -> None:
-        prefix = str(self.folder / "p_text_document")
+        prefix = str(self.output / "p_text_document")
         shuffle(prefix, prefix, 3, overwrite=True)
 
-    def is_same(self, was_done: bool) -> bool:
-        return was_done or super().is_same(False)  # what is shuffled already is shuffled once more
 
-
-class Export(Protocol):
+class Export(Output):
     """An exported folder: the old one or the new one, and nothing else under its name."""
 
-    name = "convert --load"
+    name, place, overwrites = "convert --load", "out", True
 
-    @property
-    def output(self) -> Path:
-        """The exported folder."""
-        return self.root / "out"
-
-    def update(self) -> None:
+    def command(self) -> None:
         to_huggingface.export_checkpoint(self.sample.run, self.output, overwrite=True)
-        self.report("folder")
 
-    def files(self) -> dict[str, bytes]:
-        return files_in(self.output)
-
-    def faults(self, reported: tuple[str, ...], deep: bool) -> Iterator[str]:
-        now = self.files()
+    def mixtures(self, now: Mapping[str, bytes]) -> Iterator[str]:
         if now not in (self.before, self.after):
             wrong = sorted(name for name in now.keys() | self.after.keys() if now.get(name) != self.after.get(name))
             is_refused = quietly(lambda: check_sums(self.output)).refusal
             state = "lost its name" if not now else f"is half-written, {'refused' if is_refused else 'read silently'}"
-            yield f"the folder {state}: {wrong}"
-        if reported and now != self.after:
-            yield f"the reported folder is lost: there are {sorted(now)}"
-        if not deep:
-            return
-        if refusal := quietly(self.update).refusal:
-            yield f"the same command is refused: {refusal}"
-        elif self.files() != self.after:
-            yield "the same command ends with other bytes"
-        elif left := sorted(path.name for path in self.root.iterdir() if path != self.output):
-            yield f"the same command leaves {[TOKEN.sub('.TOKEN.', name) for name in left]}"
+            yield f"the output {state}: {wrong}"
 
 
 class ExportAgain(Export):
@@ -171,57 +149,38 @@ class ExportAgain(Export):
         to_huggingface.export_checkpoint(self.sample.older, self.output)
 
 
-class Vocabulary(Protocol):
+class Vocabulary(Export):
     """One file over another, as every small output."""
 
-    name = "train-tokenizer --overwrite"
+    name, place = "train-tokenizer --overwrite", "vocab.txt"
 
     def prepare(self) -> None:
-        (self.root / "vocab.txt").write_text("old\n", encoding="utf-8")
+        self.output.write_text("old\n", encoding="utf-8")
 
-    def update(self) -> None:
+    def command(self) -> None:
         words = ["--input", self.sample.folder / "a.jsonl", "--vocab-size", "150", "--overwrite"]
-        train_tokenizer.main([*map(str, words), "--output", str(self.root / "vocab.txt")])
-        self.report("vocabulary")
-
-    def files(self) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in self.root.glob("[!.]*")}
-
-    def faults(self, reported: tuple[str, ...], deep: bool) -> Iterator[str]:
-        now = self.files()
-        if now not in (self.before, self.after) or reported and now != self.after:
-            yield "the file is half-written, or lost after its report"
-        if deep:
-            quietly(self.update)
-            if files_in(self.root) != self.after:
-                yield "the same command ends with other files"
+        train_tokenizer.main([*map(str, words), "--output", str(self.output)])
 
 
 class Finetune(Protocol):
     """One run of fine-tuning: predictions, the kept model with its card, the row of runs.jsonl."""
 
-    name, again_every = "finetune", 20
+    name, place, again_every = "finetune", "out", 20
 
-    @property
-    def output(self) -> Path:
-        """The output folder."""
-        return self.root / "out"
-
-    def update(self) -> None:
+    def command(self) -> None:
         words = ["--task-file", self.sample.folder / "tone.yaml", "--load", self.sample.run, "--workers", "1"]
         words += ["--batch-size", "8", "--lr", "1e-2", "--epochs", "1", "--seeds", "1", "--output-dir", self.output]
         if finetune([*map(str, words)]):
             raise UserError("finetune failed")
-        self.report("run")
 
     def files(self) -> dict[str, bytes]:
-        return files_in(self.output / "models") if self.output.exists() else {}
+        return files_in(self.output / "models")
 
     def faults(self, reported: tuple[str, ...], deep: bool) -> Iterator[str]:
         yield from self._faults_of_rows(reported)
         yield from self._faults_of_models()
         if deep:
-            if refusal := quietly(self.update).refusal:
+            if refusal := quietly(self.command).refusal:
                 yield f"the same command is refused: {refusal}"
             elif self.files().keys() != self.after.keys():
                 yield f"the same command ends with the models' files {sorted(self.files())}"

@@ -47,6 +47,8 @@ class Protocol:
     """One kind of update. A subclass says how a folder is prepared, updated and looked at."""
 
     name = ""
+    place = ""
+    """Path of the output below the root."""
     is_quick = True
     """False for protocols that only the whole check tries."""
     again_every = 1
@@ -54,7 +56,7 @@ class Protocol:
 
     def __init__(self, root: Path, sample: Sample) -> None:
         """Use the folder `root`, which is made and removed by the caller."""
-        self.root, self.sample = root, sample
+        self.root, self.sample, self.output = root, sample, root / self.place
         self.reported: list[str] = []
         self.before: dict[str, bytes] = {}
         self.after: dict[str, bytes] = {}
@@ -63,7 +65,12 @@ class Protocol:
         """Write into the root what is there before the update."""
 
     def update(self) -> None:
-        """Do the update, and report what is done."""
+        """Do the update, and report each part that is done: here the command and its end."""
+        self.command()
+        self.report("the end")
+
+    def command(self) -> None:
+        """Run the command whose end is the only report."""
         raise NotImplementedError
 
     def files(self) -> dict[str, bytes]:

@@ -1,6 +1,7 @@
 """File operations below one folder, recorded by shim.c and read back as operations on inodes."""
 
 import ctypes
+import itertools
 import os
 import shutil
 import subprocess
@@ -15,8 +16,11 @@ FAULTS = {"ENOSPC": 1, "EIO": 2, "EINTR": 3, "short write": 4}
 EXCHANGE = "2"
 """Flag of renameat2 that exchanges two names."""
 
-Tree = dict[str, tuple[int, bytes | None]]
-"""Path below the root → (inode, content); a folder's content is None. The root's own path is empty."""
+TOP = 0
+"""Inode of the root."""
+
+Tree = dict[str, bytes | None]
+"""Path below the root → content; a folder's content is None."""
 Change = tuple[str, int, bytes]
 """("write", offset, bytes) or ("truncate", size, b"")"""
 
@@ -92,11 +96,9 @@ class Operation:
 
 
 def tree_of(root: Path) -> Tree:
-    """Return all files and folders below a root."""
-    found: Tree = {"": (root.stat().st_ino, None)}
-    for path in sorted(root.rglob("*")):
-        found[str(path.relative_to(root))] = (path.lstat().st_ino, None if path.is_dir() else path.read_bytes())
-    return found
+    """Return all files and folders below a root, each folder before its content."""
+    paths = sorted(root.rglob("*"))
+    return {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in paths}
 
 
 def changed(content: bytes, changes: Iterable[Change], zeros: bool = False) -> bytes:
@@ -112,46 +114,44 @@ def changed(content: bytes, changes: Iterable[Change], zeros: bool = False) -> b
 
 
 class Recording:
-    """Operations on a tree, with inodes numbered anew: the system gives those of deleted files to new ones.
+    """Operations on a tree whose files and folders have numbers, which stay when they are renamed.
 
     Attributes:
-        contents: inode → content at the start.
+        contents: file → content at the start; folders are not there.
         entries: folder → names in it at the start, with their inodes.
-        top: inode of the root.
     """
 
     def __init__(self, root: Path, before: Tree, log: Path, after: Tree) -> None:
         """Read a log. Raises `Missed` if its operations do not lead from the tree `before` to `after`."""
         self.root, self.operations, self.contents = root, list[Operation](), dict[int, bytes]()
-        self.folders: set[int] = set()
-        self._now: dict[int, dict[str, int]] = {}
-        self._numbers: dict[int, int] = {}
-        ids: dict[str, int] = {}
-        for path, (inode, content) in before.items():
-            ids[path] = self._new(inode, content is None, content or b"")
-            if path:
-                folder, _, name = path.rpartition("/")
-                self._now[ids[folder]][name] = ids[path]
-        self.top = ids[""]
+        self._now: dict[int, dict[str, int]] = {TOP: {}}
+        self._numbers = itertools.count(TOP + 1)
+        for path, content in before.items():
+            folder, name = self._place(path)
+            self._now[folder][name] = self._new(content)
         self.entries = {folder: dict(names) for folder, names in self._now.items()}
         self._read(log.read_bytes())
-        self._compare({path: content for path, (_, content) in after.items() if path})
+        ours = files_of(self, self._now, lambda inode, _: self.content(inode, len(self.operations)))
+        if wrong := sorted(name for name in ours.keys() | after.keys() if ours.get(name, 0) != after.get(name, 0)):
+            raise Missed(f"the recorder missed operations on {', '.join(wrong[:6])}")
 
-    def _new(self, inode: int, is_folder: bool, content: bytes = b"") -> int:
-        number = self._numbers[inode] = len(self.folders) + len(self.contents)
-        if is_folder:
-            self.folders.add(number)
+    def _new(self, content: bytes | None) -> int:
+        number = next(self._numbers)
+        if content is None:
             self._now[number] = {}
         else:
             self.contents[number] = content
         return number
 
+    def _inode(self, path: str) -> int:
+        at = TOP
+        for name in filter(None, path.split("/")):
+            at = self._now[at][name]
+        return at
+
     def _place(self, path: str) -> tuple[int, str]:
-        *folders, name = os.path.relpath(path, self.root).split("/")
-        at = self.top
-        for folder in folders:
-            at = self._now[at][folder]
-        return at, name
+        folder, _, name = path.rpartition("/")
+        return self._inode(folder), name
 
     def _read(self, log: bytes) -> None:
         at = 0
@@ -159,33 +159,28 @@ class Recording:
             end = log.index(b"\n", at)
             size, kind, *words = log[at:end].decode(errors="surrogateescape").split("\t")
             at = end + 1 + int(size)
-            self._add(kind, words, log[end + 1 : at])
+            self.operations.append(self._operation(kind, words, log[end + 1 : at]))
 
-    def _add(self, kind: str, words: list[str], data: bytes) -> None:
-        text = f"{kind} {' → '.join(os.path.relpath(word, self.root) for word in words if word.startswith('/'))}"
+    def _operation(self, kind: str, words: list[str], data: bytes) -> Operation:
+        if kind == "mark":
+            return Operation(kind, words[0])
+        paths = [word.removeprefix(str(self.root)).strip("/") for word in words if word.startswith("/")]
+        text = f"{kind} {' → '.join(path or '.' for path in paths)}"
+        if kind == "sync":
+            return Operation(kind, text, inode=self._inode(paths[0]))
         if kind in ("write", "truncate"):
-            change = (kind, int(words[1]), data)
-            self.operations.append(Operation("data", text, inode=self._numbers[int(words[0])], change=change))
-            return
-        if kind in ("sync", "mark"):
-            inode = self._numbers[int(words[0])] if kind == "sync" else -1
-            self.operations.append(Operation(kind, text if kind == "sync" else words[0], inode=inode))
-            return
+            return Operation("data", text, inode=self._inode(paths[0]), change=(kind, int(words[1]), data))
+        folder, name = self._place(paths[0])
         if kind in ("create", "mkdir"):
-            names = [(*self._place(words[1]), self._new(int(words[0]), kind == "mkdir"))]
+            names = [(folder, name, self._new(b"" if kind == "create" else None))]
         elif kind in ("unlink", "rmdir"):
-            names = [(*self._place(words[0]), None)]
+            names = [(folder, name, None)]
         else:
-            (one, name), (other, new) = self._place(words[0]), self._place(words[1])
+            other, new = self._place(paths[1])
             there = self._now[other].get(new) if words[2] == EXCHANGE else None
-            names = [(one, name, there), (other, new, self._now[one][name])]
+            names = [(folder, name, there), (other, new, self._now[folder][name])]
         apply_names(self._now, names)
-        self.operations.append(Operation("names", text, tuple(names)))
-
-    def _compare(self, real: dict[str, bytes | None]) -> None:
-        ours = files_of(self, self._now, lambda inode, _: self.content(inode, len(self.operations)))
-        if wrong := sorted(n for n in ours.keys() | real.keys() if ours.get(n, 0) != real.get(n, 0)):
-            raise Missed(f"the recorder missed operations on {', '.join(wrong[:6])}")
+        return Operation("names", text, tuple(names))
 
     def content(self, inode: int, end: int) -> bytes:
         """Return a file's content after the first `end` operations."""
@@ -206,15 +201,15 @@ def files_of(
     recording: Recording, entries: dict[int, dict[str, int]], content: Callable[[int, str], bytes]
 ) -> dict[str, bytes | None]:
     """Return path → content, None for a folder, of the tree that `entries` make."""
-    found: dict[str, bytes | None] = {}
+    found: Tree = {}
 
     def walk(folder: int, prefix: str, above: frozenset[int]) -> None:
         for name, inode in entries.get(folder, {}).items():
             path = prefix + name
-            is_folder = inode in recording.folders
+            is_folder = inode not in recording.contents
             found[path] = None if is_folder else content(inode, path)
             if is_folder and inode not in above:
                 walk(inode, f"{path}/", above | {inode})
 
-    walk(recording.top, "", frozenset({recording.top}))
+    walk(TOP, "", frozenset({TOP}))
     return found

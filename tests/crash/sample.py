@@ -14,13 +14,15 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.checkpoint.weights import Form
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.conversion import to_huggingface
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.engine import checkpoint as engine_checkpoint
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.model import build_model
 from megatron_ddrp.run.metrics import MetricsFile
 from tests.conftest import documents, write_vocabulary
+from tests.crash.recording import tree_of
+from tests.datasets import wordpiece_job
 
 SIZES = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 32}
 SIZES |= {"position_encoding": "absolute", "layernorm_position": "post"}
@@ -88,9 +90,8 @@ class Sample:
         self, prefix: Path, text: str = "a", keys: Sequence[str] = ("text",), overwrite: bool = False
     ) -> None:
         """Preprocess one of the two texts."""
-        inputs, vocabulary = (str(self.folder / f"{text}.jsonl"),), str(self.vocabulary)
-        settings = {"vocab_file": vocabulary, "json_keys": tuple(keys), "overwrite": overwrite}
-        preprocess(PreprocessConfig(inputs, str(prefix), "BertWordPieceLowerCase", **settings))
+        settings = {"json_keys": tuple(keys), "overwrite": overwrite}
+        preprocess(wordpiece_job(self.vocabulary, prefix, self.folder / f"{text}.jsonl", **settings))
 
     def model(self, step: int) -> Any:
         """Return the model of a step."""
@@ -132,7 +133,7 @@ def write_rows(run: Path, since: int, until: int) -> None:
 
 def files_in(folder: Path) -> dict[str, bytes]:
     """Return path → content of all files below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {path: content for path, content in tree_of(folder).items() if content is not None}
 
 
 def _write_lines(path: Path, rows: Sequence[dict[str, str]]) -> None:

@@ -1,6 +1,7 @@
 /* File operations below one folder, recorded or made to fail; loaded with LD_PRELOAD.
  *
  * crash_start(folder, log) records every change below the folder in the file `log`: one line of text, then its bytes.
+ * An open file is named by the path that it has now; one that has been deleted is left out.
  * crash_arm(n, fault, sticky) lets the n-th counted operation from now on fail; a sticky fault stays, but for removals.
  * fsync is recorded and left out: the model of the disk decides what it keeps. Operations that do not pass through libc
  * are not seen; recording.py compares the replayed tree with the real one, so that a gap is an error.
@@ -87,8 +88,8 @@ static int below(int folder_fd, const char *path, char *out) {
     if (snprintf(out, PATH_MAX, "%s/%s", folder, slash + 1) >= PATH_MAX) return 0;
     return is_below(out);
 }
-/* Kind of an open file below the root, with its path and inode; OTHER for any other. */
-static int open_below(int fd, char *out, unsigned long *inode) {
+/* Kind of an open file below the root, with its path; OTHER for any other. */
+static int open_below(int fd, char *out) {
     if (!root_length || fd == log_fd) return OTHER;
     char link[64];
     struct stat status;
@@ -96,15 +97,13 @@ static int open_below(int fd, char *out, unsigned long *inode) {
     ssize_t n = readlink(link, out, PATH_MAX - 1);
     if (n <= 0) return OTHER;
     out[n] = 0;
-    if (!is_below(out) || syscall(SYS_fstat, fd, &status)) return OTHER;
-    *inode = status.st_ino;
+    if (!is_below(out) || syscall(SYS_fstat, fd, &status) || !status.st_nlink) return OTHER;
     return S_ISREG(status.st_mode) ? FILE_ : S_ISDIR(status.st_mode) ? FOLDER : OTHER;
 }
-static unsigned long inode_of(const char *path, int *is_folder) {
+/* Type and permissions of a file or folder, 0 if there is none. */
+static mode_t mode_of(const char *path) {
     struct stat status;
-    if (syscall(SYS_newfstatat, AT_FDCWD, path, &status, AT_SYMLINK_NOFOLLOW)) return 0;
-    if (is_folder) *is_folder = S_ISDIR(status.st_mode);
-    return status.st_ino;
+    return syscall(SYS_newfstatat, AT_FDCWD, path, &status, AT_SYMLINK_NOFOLLOW) ? 0 : status.st_mode;
 }
 /* Count an operation; return 0 to go on, -1 with errno to fail, 1 for a short write. */
 static int strike(const char *what, const char *path) {
@@ -121,14 +120,13 @@ static int strike(const char *what, const char *path) {
 
 static int open_file(int folder, const char *path, int flags, mode_t mode) {
     char full[PATH_MAX];
-    unsigned long inode;
     int writes = (flags & O_ACCMODE) != O_RDONLY || (flags & (O_CREAT | O_TRUNC));
     if (!below(folder, path, full)) return syscall(SYS_openat, folder, path, flags, mode);
     if (strike(writes ? "open" : "open to read", full) < 0) return -1;
-    int is_new = !inode_of(full, NULL), fd = syscall(SYS_openat, folder, path, flags, mode), error = errno;
-    if (fd >= 0 && writes && open_below(fd, full, &inode) == FILE_) {
-        if (is_new) put(NULL, 0, "create\t%lu\t%s", inode, full);
-        else if (flags & O_TRUNC) put(NULL, 0, "truncate\t%lu\t0\t%s", inode, full);
+    int is_new = !mode_of(full), fd = syscall(SYS_openat, folder, path, flags, mode), error = errno;
+    if (fd >= 0 && writes && open_below(fd, full) == FILE_) {
+        if (is_new) put(NULL, 0, "create\t%s", full);
+        else if (flags & O_TRUNC) put(NULL, 0, "truncate\t%s\t0", full);
     }
     errno = error;
     return fd;
@@ -149,14 +147,13 @@ int openat64(int folder, const char *path, int flags, ...) { MODE return open_fi
 /* Write at an offset, or at the file's own place where that is -1. */
 static ssize_t write_at(int fd, const void *data, size_t size, off_t offset) {
     char path[PATH_MAX];
-    unsigned long inode;
-    int is_file = open_below(fd, path, &inode) == FILE_, found = is_file ? strike("write", path) : 0;
+    int is_file = open_below(fd, path) == FILE_, found = is_file ? strike("write", path) : 0;
     if (found < 0) return -1;
     if (found > 0 && size > 1) size /= 2;
     ssize_t done = offset < 0 ? syscall(SYS_write, fd, data, size) : syscall(SYS_pwrite64, fd, data, size, offset);
     int error = errno;
     if (is_file && done > 0)
-        put(data, done, "write\t%lu\t%lld\t%s", inode, (long long)(offset < 0 ? lseek(fd, 0, SEEK_CUR) - done : offset), path);
+        put(data, done, "write\t%s\t%lld", path, (long long)(offset < 0 ? lseek(fd, 0, SEEK_CUR) - done : offset));
     errno = error;
     return done;
 }
@@ -165,11 +162,10 @@ ssize_t pwrite(int fd, const void *data, size_t size, off_t offset) { return wri
 ssize_t pwrite64(int fd, const void *data, size_t size, off64_t offset) { return write_at(fd, data, size, offset); }
 int ftruncate(int fd, off_t size) {
     char path[PATH_MAX];
-    unsigned long inode;
-    int is_file = open_below(fd, path, &inode) == FILE_;
+    int is_file = open_below(fd, path) == FILE_;
     if (is_file && strike("truncate", path) < 0) return -1;
     int failed = syscall(SYS_ftruncate, fd, size);
-    if (!failed && is_file) put(NULL, 0, "truncate\t%lu\t%lld\t%s", inode, (long long)size, path);
+    if (!failed && is_file) put(NULL, 0, "truncate\t%s\t%lld", path, (long long)size);
     return failed;
 }
 int ftruncate64(int fd, off_t size) { return ftruncate(fd, size); }
@@ -183,11 +179,10 @@ int truncate(const char *path, off_t size) {
 int truncate64(const char *path, off_t size) { return truncate(path, size); }
 int fsync(int fd) {
     char path[PATH_MAX];
-    unsigned long inode;
-    int kind = open_below(fd, path, &inode);
+    int kind = open_below(fd, path);
     if (!kind) return syscall(SYS_fsync, fd);
     if (strike("fsync", path) < 0) return -1;
-    put(NULL, 0, "sync\t%lu\t%s", inode, path);
+    put(NULL, 0, "sync\t%s", path);
     return 0;
 }
 int fdatasync(int fd) { return fsync(fd); }
@@ -214,16 +209,14 @@ int unlinkat(int folder, const char *path, int flags) {
 int unlink(const char *path) { return unlinkat(AT_FDCWD, path, 0); }
 int rmdir(const char *path) { return unlinkat(AT_FDCWD, path, AT_REMOVEDIR); }
 int remove(const char *path) {
-    int is_folder = 0;
-    inode_of(path, &is_folder);
-    return unlinkat(AT_FDCWD, path, is_folder ? AT_REMOVEDIR : 0);
+    return unlinkat(AT_FDCWD, path, S_ISDIR(mode_of(path)) ? AT_REMOVEDIR : 0);
 }
 int mkdirat(int folder, const char *path, mode_t mode) {
     char full[PATH_MAX];
     int is_own = below(folder, path, full);
     if (is_own && strike("mkdir", full) < 0) return -1;
     int failed = syscall(SYS_mkdirat, folder, path, mode);
-    if (!failed && is_own) put(NULL, 0, "mkdir\t%lu\t%s", inode_of(full, NULL), full);
+    if (!failed && is_own) put(NULL, 0, "mkdir\t%s", full);
     return failed;
 }
 int mkdir(const char *path, mode_t mode) { return mkdirat(AT_FDCWD, path, mode); }

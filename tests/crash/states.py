@@ -10,6 +10,7 @@ worst    a power cut with what POSIX allows: each folder keeps its names up to a
 import functools
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,6 @@ Named = tuple[int, Operation]
 class State:
     """Files after a crash."""
 
-    model: str
     at: int
     """Number of operations before the crash."""
     lost: tuple[str, ...]
@@ -57,9 +57,9 @@ class State:
                 (root / name).write_bytes(content)
 
 
-def states_of(recording: Recording, model: str, seed: int = 0) -> list[State]:
+def states_of(recording: Recording, model: str) -> list[State]:
     """Return each different state once, with the most that was reported before it."""
-    chance, found = random.Random(seed), dict[bytes, State]()
+    chance, found = random.Random(0), dict[bytes, State]()
     for end in _moments(recording, model):
         for state in _Moment(recording, end, model, chance).states():
             if state.key not in found or len(found[state.key].reported) < len(state.reported):
@@ -118,10 +118,7 @@ class _Moment:
             yield [each for each in self.names if each[0] in safe or each[0] in kept]
 
     def _cuts(self, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        number = 1
-        for length in lengths:
-            number *= length + 1
-        if number <= MOST:
+        if math.prod(length + 1 for length in lengths) <= MOST:
             yield from itertools.product(*(range(length + 1) for length in lengths))
             return
         for k in range(MOST):  # ends of folders are the likelier faults
@@ -142,7 +139,7 @@ class _Moment:
             return self._content(inode, loss)
 
         files = files_of(self.recording, entries, content)
-        return State(self.model, self.end, tuple(lost), self.reported, files)
+        return State(self.end, tuple(lost), self.reported, files)
 
     def _content(self, inode: int, loss: str) -> bytes:
         if (inode, loss) not in self._contents:

@@ -1,7 +1,7 @@
 """Kills and power cuts at every moment of an update; and the checker itself, which must see a sync that is missing."""
 
-import json
 import os
+import re
 import subprocess
 import sys
 
@@ -39,20 +39,18 @@ for model in MODELS:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """Return protocol → report of all quick protocols, from one process."""
-    file = tmp_path_factory.mktemp("reports") / "reports.json"
-    command = [sys.executable, "-m", "tests.crash", "states", "--quick", "--reports", str(file)]
+def printed():
+    """Return what one process prints about all quick protocols."""
+    command = [sys.executable, "-m", "tests.crash", "states", "--quick"]
     ended = subprocess.run(command, capture_output=True, text=True)
-    assert file.exists(), ended.stdout + ended.stderr
-    return {report["name"]: report for report in json.loads(file.read_text())}
+    return ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_each_state_is_old_or_new_and_the_same_command_ends_well(reports, name):
-    report = reports[name]
-    assert report["faults"] == [] and set(report["bad"].values()) == {0}
-    assert report["tried"]["kill"] > 3 and report["tried"]["journal"] > 3
+def test_each_state_is_old_or_new_and_the_same_command_ends_well(printed, name):
+    assert re.search(rf"^{name}: \d+ operations, \d+ states -$", printed, re.M), printed
+    kill, journal = re.findall(rf"^\| {name} \| \d+ \| (\d+), 0 \| (\d+), 0 \|$", printed, re.M)[0]
+    assert int(kill) > 3 and int(journal) > 3
 
 
 @pytest.mark.parametrize(
