@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from benchmarks.pages import write_table
 from megatron_ddrp.pages.markdown import Table
 from tests.cluster.forks import SOCKET, write_shim
 from tests.cluster.hosts import SYSTEM_PATH, WORLD, Host, login_environment, make_hosts, wait_for
-from tests.cluster.runs import Flags, end, start, words_of
+from tests.cluster.runs import Pair, Seen, end, start, words_of
 from tests.integration import conftest as integration
 
 NAMES = ("node1", "node2", "login", "control", *(f"slurm{number}" for number in range(1, 8)))
@@ -56,8 +56,8 @@ def version_of(command: str) -> str:
     return re.findall(r"\d+\.[\w.]*\w", done.stdout + done.stderr)[0]
 
 
-@pytest.fixture
-def seen(request: pytest.FixtureRequest) -> Callable[..., None]:
+@pytest.fixture(scope="session")
+def seen(request: pytest.FixtureRequest) -> Seen:
     """`seen(started by, what happens, what comes)`: a row of the table."""
     return lambda *row: request.config.stash[ROWS].append(row)
 
@@ -81,13 +81,13 @@ def hosts() -> dict[str, Host]:
 
 
 @pytest.fixture(scope="session")
-def pair(hosts: dict[str, Host]) -> tuple[Host, Host]:
+def pair(hosts: dict[str, Host]) -> Pair:
     """The two hosts of most runs."""
     return hosts["node1"], hosts["node2"]
 
 
 @pytest.fixture(scope="session")
-def whole(pair: tuple[Host, Host], flags: Flags) -> Path:
+def whole(pair: Pair, flags: integration.Flags) -> Path:
     """The folder of a run that nobody disturbed."""
     save = WORLD / "runs" / "whole"
     save.parent.mkdir(exist_ok=True)

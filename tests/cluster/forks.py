@@ -3,7 +3,7 @@
     python -m tests.cluster.forks
 
 On the hosts `SHIM/python` stands for the environment's Python. It asks this server for a fork with its own variables,
-folder and files, passes signals on, and ends as the fork ends. Tests ask for ranks in the same way (`ask`).
+folder and files, passes signals on, and ends as the fork ends.
 """
 
 import contextlib
@@ -16,8 +16,6 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.cluster.hosts import BIN, SHIM, WORLD, name_of_rank
@@ -78,16 +76,6 @@ def write_shim() -> None:
     for name, text in {"python": client, **{name: f"#!/bin/sh\n{line}\n" for name, line in scripts.items()}}.items():
         (SHIM / name).write_text(text, encoding="utf-8")
         (SHIM / name).chmod(0o755)
-
-
-def ask(pid: int, words: Sequence[str], variables: dict[str, str], folder: Path, files: Sequence[int]) -> socket.socket:
-    """Ask for a fork on the host whose first process is `pid`: signals go into the socket, the exit code comes back."""
-    server = socket.socket(socket.AF_UNIX)
-    server.connect(str(SOCKET))
-    request = json.dumps([pid, list(words), variables, str(folder)]).encode() + b"\n"
-    socket.send_fds(server, [request[:1]], list(files))
-    server.sendall(request[1:])
-    return server
 
 
 def serve() -> NoReturn:

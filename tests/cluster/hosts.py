@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.integration.hosts import ip
-from tests.integration.launch import ROOT, command_of_process, environment
+from tests.integration.launch import ROOT, environment
 
 WORLD = Path("/mnt")
 """The folder that all hosts share. Nothing of it exists outside of the tier."""
 SHIM = WORLD / "shim"
 BIN = ROOT / ".venv" / "bin" if (ROOT / ".venv").exists() else Path(sys.executable).parent
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+REAL_PATH = f"{BIN}:{SYSTEM_PATH}"
+"""`PATH` of a login whose Python is the environment's own."""
 FIRST_PROCESS = Path(__file__).with_name("first_process.sh")
 SECONDS = 120.0
 """Seconds until a test gives up on its hosts."""
@@ -58,11 +60,10 @@ def missing(*programs: str) -> str:
     return ""
 
 
-def login_environment(real_python: bool = False) -> dict[str, str]:
-    """Return the variables of a user who logs in; without `real_python` commands are forked (`forks.py`)."""
-    path = [BIN, SYSTEM_PATH] if real_python else [SHIM, BIN, SYSTEM_PATH]
+def login_environment() -> dict[str, str]:
+    """Return the variables of a user who logs in. Their `python` makes forks (`forks.py`)."""
     own = {"HOME": "/root", "USER": "root", "LOGNAME": "root", "SHELL": "/bin/bash", "LANG": "C.UTF-8"}
-    own |= {"PATH": ":".join(map(str, path)), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    own |= {"PATH": f"{SHIM}:{REAL_PATH}", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     given = environment()
     return own | {name: given[name] for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")}
 
@@ -129,9 +130,7 @@ class Host:
         self.link("up")
         self.start().wait_until_up()
 
-    def start_command(
-        self, command: Sequence[object], output: Path, real_python: bool = False, **variables: str
-    ) -> subprocess.Popen[bytes]:
+    def start_command(self, command: Sequence[object], output: Path, **variables: str) -> subprocess.Popen[bytes]:
         """Start a command as a user logged in there, in a process group of its own; its output goes into a file."""
         with output.open("ab") as stream:
             return subprocess.Popen(
@@ -139,7 +138,7 @@ class Host:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
-                env=login_environment(real_python) | variables,
+                env=login_environment() | variables,
                 start_new_session=True,
             )
 
@@ -153,27 +152,24 @@ class Host:
         return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--ipc", "--mount", "--pid", f"--wd={ROOT}"]
 
     def processes(self, *words: str) -> list[int]:
-        """Return the host's processes with all `words` in their command lines, as numbers of the world outside."""
-        lines = {pid: command_of_process(pid).replace(b"\0", b" ").decode(errors="replace") for pid in self._pids()}
-        return [pid for pid, line in lines.items() if all(word in line for word in words)]
-
-    def ranks(self, save: Path) -> list[int]:
-        """Return the forked ranks of a run on this host (`name_of_rank`)."""
-        found = []
-        for pid in self._pids():
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/comm").read_text().strip() == name_of_rank(save):
-                    found.append(pid)
-        return found
-
-    def _pids(self) -> list[int]:
-        """Return all processes of the host."""
+        """Return the host's processes with all `words` in name and command line, as numbers of the world outside."""
         own, found = self.pid and os.readlink(f"/proc/{self.pid}/ns/pid"), []
         for process in filter(str.isdecimal, os.listdir("/proc")):
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 if os.readlink(f"/proc/{process}/ns/pid") == own:
-                    found.append(int(process))
+                    files = (Path(f"/proc/{process}/{name}").read_bytes() for name in ("comm", "cmdline"))
+                    text = b"".join(files).replace(b"\0", b" ").decode(errors="replace")
+                    if all(word in text for word in words):
+                        found.append(int(process))
         return found
+
+    def ranks(self, save: Path) -> list[int]:
+        """Return the forked ranks of a run on this host."""
+        return self.processes(f"{name_of_rank(save)}\n")
+
+    def signal_rank(self, number: int, save: Path) -> None:
+        """Send a signal to the forked rank of a run; there must be one."""
+        self.signal(number, f"{name_of_rank(save)}\n")
 
     def signal(self, number: int, *words: str) -> None:
         """Send a signal to the host's processes with all these words; there must be one."""
@@ -198,7 +194,7 @@ class Host:
 
 def name_of_rank(save: str | Path) -> str:
     """Return the name under which Linux shows the forked ranks of a run: at most 15 characters."""
-    return f"R{Path(save).name}"[:15]
+    return f"@{Path(save).name}"[:15]
 
 
 def wait_for(condition: Callable[[], object], explain: Callable[[], str], seconds: float = SECONDS) -> None:

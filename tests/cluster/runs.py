@@ -1,81 +1,78 @@
-"""Runs of the cluster tier: ranks on hosts without a launcher, steps to wait for, and what must be equal at the end."""
+"""Runs of the cluster tier: commands and ranks on hosts, steps to wait for, and what must be equal at the end."""
 
 import contextlib
 import hashlib
 import itertools
-import os
-import select
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.run.launch import EXIT_CODE
 from megatron_ddrp.run.metrics import read_rows
-from tests.cluster.forks import ask
-from tests.cluster.hosts import SECONDS, Host, login_environment, wait_for
-from tests.integration.conftest import TINY
-from tests.integration.launch import OF_THE_MACHINE, ROOT, SCRIPT
+from tests.cluster.hosts import SECONDS, Host, wait_for
+from tests.integration.conftest import TINY, Flags
+from tests.integration.launch import SCRIPT, steps_of
 
 PORTS = itertools.count(21_000)
 HELD = Path(__file__).with_name("held.py")
 COURSE = TINY | {"hidden_dropout": 0.1, "attention_dropout": 0.1, "save_interval": 3, "keep_last": 3, "plugin": HELD}
 STEPS = 80
 
-Flags = Callable[..., list[str]]
+Pair = tuple[Host, Host]
+Seen = Callable[[str, str, str], None]
 
 
-class Rank:
-    """One rank, forked onto a host."""
+class Launched:
+    """A command on a host, its output and how it ended."""
 
-    def __init__(self, host: Host, words: Sequence[str], variables: dict[str, str], output: Path) -> None:
-        self.output, self._code = output, b""
-        with open(os.devnull, "rb") as nothing, output.open("ab") as stream:
-            files = (nothing.fileno(), stream.fileno(), stream.fileno())
-            self._server: socket.socket = ask(host.pid, words, login_environment() | variables, ROOT, files)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the rank."""
-        self._server.sendall(b"%d " % number)
-
-    def code(self) -> int | None:
-        """Return the exit code, or None while the rank runs."""
-        if not self._code.endswith(b"\n") and select.select([self._server], [], [], 0)[0]:
-            self._code += self._server.recv(100) or b"-9\n"
-        return int(self._code) if self._code.endswith(b"\n") else None
+    def __init__(self, host: Host, command: Sequence[object], folder: Path, **variables: str) -> None:
+        self.output = folder / f"output-{next(PORTS)}"
+        self.process = host.start_command(command, self.output, **variables)
 
     def text(self) -> str:
-        """Return what the rank printed."""
+        """Return what the command, or the ranks that it started, printed."""
         return self.output.read_text(encoding="utf-8", errors="replace")
+
+    def end(self, seconds: float = SECONDS) -> int:
+        """Return the exit code of the command; one that outlasts `seconds` fails the test."""
+        wait_for(lambda: self.process.poll() is not None, self.text, seconds)
+        return self.process.returncode
 
 
 def start(
     hosts: Sequence[Host], words: Sequence[str], folder: Path, last: Sequence[object] = (), **variables: str
-) -> list[Rank]:
+) -> list[Launched]:
     """Start one rank per host, as docs/launching.md allows by variables; rank 0 and the store are on the first one.
 
     `last` is the command of the last host, if it has one of its own.
     """
-    number = next(PORTS)
-    common = {"MASTER_ADDR": hosts[0].name, "MASTER_PORT": str(number), "WORLD_SIZE": str(len(hosts))}
+    common = {"MASTER_ADDR": hosts[0].name, "MASTER_PORT": str(next(PORTS)), "WORLD_SIZE": str(len(hosts))}
     commands: list[Sequence[object]] = [(SCRIPT, *words)] * (len(hosts) - 1)
     ranks = []
     for rank, (host, command) in enumerate(zip(hosts, [*commands, last or (SCRIPT, *words)], strict=True)):
         own = common | {"RANK": str(rank), "LOCAL_RANK": "0"} | variables
-        ranks.append(Rank(host, [str(word) for word in command], own, folder / f"{number}-rank{rank}"))
+        ranks.append(Launched(host, ["python", *command], folder, **own))
     return ranks
 
 
-def end(ranks: Iterable[Rank], seconds: float = SECONDS) -> list[int | None]:
-    """Wait until the ranks have ended, and return their exit codes; a rank that outlasts `seconds` fails the test."""
+def start_held(save: Path, step: int, hosts: Sequence[Host], words: Sequence[str], folder: Path) -> list[Launched]:
+    """Start ranks and wait until they are held after a step."""
+    hold(save, step)
+    ranks = start(hosts, words, folder)
+    wait_for_step(save, step, lambda: texts(ranks))
+    return ranks
+
+
+def end(ranks: Iterable[Launched]) -> list[int]:
+    """Wait until the ranks have ended, and return their exit codes."""
     ranks = list(ranks)
-    wait_for(lambda: None not in [rank.code() for rank in ranks], lambda: texts(ranks), seconds)
-    return [rank.code() for rank in ranks]
+    wait_for(lambda: None not in [rank.process.poll() for rank in ranks], lambda: texts(ranks))
+    return [rank.process.returncode for rank in ranks]
 
 
-def texts(ranks: Iterable[Rank]) -> str:
+def texts(ranks: Iterable[Launched]) -> str:
     """Return what ranks printed, for a failing test."""
-    return "\n".join(f"--- code {rank.code()}\n{rank.text()[-3000:]}" for rank in ranks)
+    return "\n".join(f"--- code {rank.process.poll()}\n{rank.text()[-3000:]}" for rank in ranks)
 
 
 def words_of(flags: Flags, save: Path, steps: int = STEPS, **changes: object) -> list[str]:
@@ -96,14 +93,13 @@ def let_go(save: Path) -> None:
 def rows_of(save: Path) -> list[dict[str, object]]:
     """Return the rows of training steps so far, without what depends on the clock."""
     with contextlib.suppress(FileNotFoundError):
-        rows = [row for row in read_rows(save) if "loss" in row]
-        return [{key: value for key, value in row.items() if key not in OF_THE_MACHINE} for row in rows]
+        return steps_of(read_rows(save))
     return []
 
 
-def wait_for_step(save: Path, step: int, explain: Callable[[], str], seconds: float = SECONDS) -> None:
+def wait_for_step(save: Path, step: int, explain: Callable[[], str]) -> None:
     """Wait until a run has written the row of a step."""
-    wait_for(lambda: any(row["iteration"] == step for row in rows_of(save)[-1:]), explain, seconds)
+    wait_for(lambda: any(row["iteration"] == step for row in rows_of(save)[-1:]), explain)
 
 
 def exit_code(save: Path) -> str:

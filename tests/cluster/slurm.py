@@ -6,11 +6,12 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster.hosts import SECONDS, WORLD, Host, wait_for
-from tests.cluster.runs import COURSE, Flags, hold, wait_for_step
+from tests.cluster.runs import COURSE, hold, wait_for_step
+from tests.conftest import TinyCorpus
+from tests.integration.conftest import Flags
 
 RECIPE = "examples/pretrain_ddrp_base_slurm.sh"
 GPUS = 16
@@ -87,28 +88,27 @@ class Job:
             return (self.slurm.folder / f"{self.number}.out").read_text(encoding="utf-8", errors="replace")
         return ""
 
-    def wait_until(self, *states: str, seconds: float = PATIENCE) -> dict[str, str]:
+    def wait_until(self, *states: str) -> dict[str, str]:
         """Wait until the job has one of these states, and return `info`."""
-        wait_for(lambda: self.info().get("JobState") in states, self.explain, seconds)
+        wait_for(lambda: self.info().get("JobState") in states, self.explain, PATIENCE)
         return self.info()
 
     def wait_until_held(self) -> None:
         """Wait until the run is held."""
         wait_for_step(self.save, HELD_AT, self.explain)
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the run's rank on its last node."""
-        pids = [pid for host in self.slurm.nodes for pid in host.ranks(self.save)]
-        os.kill(pids[-1], number)
+    def last_node(self) -> Host:
+        """Return the last node that has a rank of the run."""
+        return [host for host in self.slurm.nodes if host.ranks(self.save)][-1]
 
 
 class Slurm:
     """The cluster: one host with the daemon of the queue, seven nodes."""
 
-    def __init__(self, hosts: dict[str, Host], flags: Flags) -> None:
+    def __init__(self, hosts: dict[str, Host], flags: Flags, corpus: TinyCorpus) -> None:
         self.control = hosts["control"]
         self.nodes = [host for name, host in hosts.items() if name.startswith("slurm")]
-        self.folder, self.flags = WORLD / "runs" / "slurm", flags
+        self.folder, self.flags, self.corpus = WORLD / "runs" / "slurm", flags, corpus
         self.folder.mkdir(parents=True)
         etc = WORLD / "etc" / "slurm"
         etc.mkdir()
@@ -116,9 +116,8 @@ class Slurm:
         (etc / "gres.conf").write_text(f"NodeName=slurm[1-7] Name=gpu File=/run/gpu[0-{GPUS - 1}]\n", encoding="utf-8")
         (WORLD / "etc" / "munge.key").write_bytes(os.urandom(128))
         for host in (self.control, *self.nodes):
-            services = SERVICES.format(
-                world=WORLD, last=GPUS - 1, daemon="slurmctld" if host is self.control else "slurmd"
-            )
+            daemon = "slurmctld" if host is self.control else "slurmd"
+            services = SERVICES.format(world=WORLD, last=GPUS - 1, daemon=daemon)
             (host.folder / "services.sh").write_text(services, encoding="utf-8")
             done = host.run(f"bash -e {host.folder}/services.sh")
             assert done.returncode == 0, done.stderr
@@ -129,15 +128,13 @@ class Slurm:
         """Return the nodes' states and the queue."""
         return self.control.run("sinfo -R; sinfo; squeue; tail -n 20 /root/slurmctld.log").stdout
 
-    def submit(self, name: str, *options: str, flags: Sequence[str] = (), held_at: int = HELD_AT) -> Job:
+    def submit(self, name: str, *options: str, held_at: int = HELD_AT) -> Job:
         """Queue the recipe on two nodes with one rank each; the run is held after a step."""
         save = self.folder / name
         hold(save, held_at)
-        words = [*self.words(), "--save", str(save), "--load", str(save), *flags]
+        words = [*self.words(), "--save", str(save), "--load", str(save)]
         sizes = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "-J", name, "-o", f"{self.folder}/%j.out"]
-        done = self.control.run(shlex.join(["sbatch", "--parsable", *sizes, *options, RECIPE, *words]))
-        assert done.returncode == 0, done.stderr
-        return Job(self, done.stdout.strip(), save)
+        return Job(self, self.run(shlex.join(["sbatch", "--parsable", *sizes, *options, RECIPE, *words])).strip(), save)
 
     def words(self) -> list[str]:
         """Return the flags of a small run, which win over the recipe's."""

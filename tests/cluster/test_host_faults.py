@@ -3,27 +3,14 @@
 import contextlib
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.cluster.hosts import Host
-from tests.cluster.runs import (
-    Flags,
-    Rank,
-    assert_equal,
-    end,
-    hold,
-    let_go,
-    start,
-    texts,
-    wait_for_step,
-    words_of,
-)
+from tests.cluster.runs import Launched, Pair, Seen, assert_equal, end, let_go, start, start_held, texts, words_of
 from tests.conftest import TinyCorpus
+from tests.integration.conftest import Flags
 from tests.integration.launch import ROOT, SCRIPT
 
-Pair = tuple[Host, Host]
-Seen = Callable[[str, str, str], None]
 SHORT = 0.2
 """Minutes of `--distributed-timeout-minutes` where ranks cannot meet."""
 OTHER_VERSION = f"""
@@ -34,7 +21,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def refusal(ranks: Sequence[Rank], codes: Sequence[int], *words: str) -> None:
+def refusal(ranks: Sequence[Launched], codes: Sequence[int], *words: str) -> None:
     """Check that ranks end with these codes, and that one line in all has all these words."""
     assert end(ranks) == list(codes), texts(ranks)
     printed = "".join(rank.text() for rank in ranks)
@@ -113,9 +100,7 @@ def test_a_second_run_in_the_same_folder(pair: Pair, flags: Flags, whole: Path, 
     """The second one comes from the other hosts' order; the first one does not notice."""
     save = folder / "run"
     words = words_of(flags, save)
-    hold(save, 5)
-    ranks = start(pair, words, folder)
-    wait_for_step(save, 5, lambda: texts(ranks))
+    ranks = start_held(save, 5, pair, words, folder)
     refusal(start(pair[::-1], words, folder), (1, 1), "is being written by another run", "host node1")
     let_go(save)
     assert end(ranks) == [0, 0], texts(ranks)
@@ -123,40 +108,37 @@ def test_a_second_run_in_the_same_folder(pair: Pair, flags: Flags, whole: Path, 
     seen("ranks", "a second run in the same --save", "1, one line names the host of the first; the first: bit for bit")
 
 
-def cannot_meet(ranks: Sequence[Rank], *words: str) -> str:
-    """Check that every rank fails without C++ frames and that the output has these patterns; return it."""
+def cannot_meet(ranks: Sequence[Launched], *patterns: str) -> None:
+    """Check that every rank fails without C++ frames; the output has these patterns, and blames no port without one."""
     assert all(code for code in end(ranks)), texts(ranks)
     printed = "".join(rank.text() for rank in ranks)
     assert "frame #" not in printed and "Traceback" not in printed, printed
-    assert all(re.search(word, printed) for word in words), printed
-    return printed
+    assert all(re.search(pattern, printed) for pattern in patterns), printed
+    assert ("free --master_port" in printed) == any("free --master_port" in pattern for pattern in patterns), printed
 
 
 def test_an_address_that_is_not_known(pair: Pair, flags: Flags, folder: Path, seen: Seen) -> None:
     words = words_of(flags, folder / "run", distributed_timeout_minutes=SHORT)
-    printed = cannot_meet(start(pair, words, folder, MASTER_ADDR="node77"), "cannot meet .*node77", "name")
-    assert "free --master_port" not in printed
+    cannot_meet(start(pair, words, folder, MASTER_ADDR="node77"), "cannot meet .*node77", "name")
     seen("ranks", "MASTER_ADDR is a name that is not known", "1 on each, one line, within the timeout")
 
 
 def test_the_address_of_another_host(pair: Pair, flags: Flags, folder: Path, seen: Seen) -> None:
     words = words_of(flags, folder / "run", distributed_timeout_minutes=SHORT)
-    printed = cannot_meet(start(pair, words, folder, MASTER_ADDR=pair[1].name), "rank [01].*(node1|node2)")
-    assert "free --master_port" not in printed
+    cannot_meet(start(pair, words, folder, MASTER_ADDR=pair[1].name), "rank [01].*(node1|node2)")
     seen("ranks", "MASTER_ADDR is host 2, rank 0 on host 1", "1 on each, one line, within the timeout")
 
 
 def test_a_port_that_is_taken(pair: Pair, flags: Flags, folder: Path, seen: Seen) -> None:
-    ranks = start(pair, words_of(flags, folder / "run"), folder, MASTER_PORT="22")  # sshd's
+    save = folder / "run"
+    ranks = start(pair, words_of(flags, save), folder, MASTER_PORT="22")  # sshd's
     cannot_meet(ranks[:1], "Address already in use; give a free --master_port")
-    ranks[1].signal(signal.SIGKILL)
+    pair[1].signal_rank(signal.SIGKILL, save)
     end(ranks)
     seen("ranks", "the port is taken", "1; give a free --master_port")
 
 
 def test_a_network_that_does_not_join_the_hosts(pair: Pair, flags: Flags, folder: Path, seen: Seen) -> None:
     words = words_of(flags, folder / "run", distributed_timeout_minutes=SHORT)
-    ranks = start(pair, words, folder, GLOO_SOCKET_IFNAME="lo")
-    printed = cannot_meet(ranks, "GLOO_SOCKET_IFNAME")
-    assert "free --master_port" not in printed
+    cannot_meet(start(pair, words, folder, GLOO_SOCKET_IFNAME="lo"), "GLOO_SOCKET_IFNAME")
     seen("ranks", "gloo takes an interface that does not join the hosts", "1 on each, names GLOO_SOCKET_IFNAME")

@@ -9,24 +9,23 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cluster.hosts import Host, missing, wait_for
-from tests.cluster.runs import Flags, assert_equal, exit_code, hold, let_go, rows_of, wait_for_step
+from tests.cluster.runs import Seen, assert_equal, exit_code, hold, let_go, rows_of, wait_for_step
 from tests.cluster.slurm import ENDED, HELD_AT, PATIENCE, RECIPE, STEPS, Job, Slurm
 from tests.conftest import TinyCorpus
+from tests.integration.conftest import Flags
 
 Story = Iterator[None]
-Seen = Callable[[str, str, str], None]
 AGAIN = "saved, queued again by itself, 1 restart, bit for bit"
 
 
-def assert_resumed(job: Job, restarts: int = 1) -> None:
-    """Check that a job completed, and that its run equals the undisturbed one bit for bit."""
+def assert_resumed(job: Job) -> None:
+    """Check that a job completed after one restart, and that its run equals the undisturbed one bit for bit."""
     info = job.wait_until(*ENDED)
-    assert (info["JobState"], info["Restarts"]) == ("COMPLETED", str(restarts)), job.explain()
+    assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), job.explain()
     whole = job.slurm.folder / "whole"
     wait_for(lambda: exit_code(whole) == "0", job.explain, PATIENCE)
     assert_equal(job.save, whole, STEPS)
@@ -112,7 +111,7 @@ def power_cut_of_a_node(slurm: Slurm, seen: Seen) -> Story:
     job = slurm.submit("lost", "-p", "spare")
     yield
     job.wait_until_held()
-    node = [host for host in slurm.nodes if host.ranks(job.save)][-1]
+    node = job.last_node()
     node.power_off()
     let_go(job.save)
     yield
@@ -137,7 +136,7 @@ def sigkill_of_a_rank(slurm: Slurm, seen: Seen) -> Story:
     job = slurm.submit("killed")
     yield
     job.wait_until_held()
-    job.signal(signal.SIGKILL)
+    job.last_node().signal_rank(signal.SIGKILL, job.save)
     let_go(job.save)
     yield
     info = job.wait_until(*ENDED)
@@ -152,14 +151,9 @@ def array_of_seeds(slurm: Slurm, seen: Seen) -> Story:
     saves = {str(seed): slurm.folder / f"array-seed{seed}" for seed in (1, 2)}
     for save in saves.values():
         hold(save, HELD_AT)
-    variables = {
-        "SAVE": str(slurm.folder / "array"),
-        "SBATCH_OUTPUT": f"{slurm.folder}/%j.out",
-        "NODES": "2",
-        "GPUS": "1",
-    }
-    words = shlex.join(slurm.words())
-    number = re.findall(r"job (\d+)", slurm.run(f"bash {RECIPE} {words}", SEEDS="1-2", **variables))[-1]
+    variables = {"SAVE": str(slurm.folder / "array"), "SBATCH_OUTPUT": f"{slurm.folder}/%j.out"}
+    variables |= {"SEEDS": "1-2", "NODES": "2", "GPUS": "1"}
+    number = re.findall(r"job (\d+)", slurm.run(f"bash {RECIPE} {shlex.join(slurm.words())}", **variables))[-1]
     yield
     tasks = {seed: Job(slurm, f"{number}_{seed}", save) for seed, save in saves.items()}
     for task in tasks.values():
@@ -180,8 +174,8 @@ def array_of_seeds(slurm: Slurm, seen: Seen) -> Story:
     seen("SEEDS=1-2 bash pretrain_ddrp_base_slurm.sh", "USR1 to one task", "it alone is queued again; each step once")
 
 
-def parts_of_a_corpus(slurm: Slurm, seen: Seen, corpus: TinyCorpus) -> Story:
-    prefix = slurm.folder / "parts"
+def parts_of_a_corpus(slurm: Slurm, seen: Seen) -> Story:
+    corpus, prefix = slurm.corpus, slurm.folder / "parts"
     variables = {"SBATCH_MEM_PER_NODE": "1000", "SBATCH_OUTPUT": f"{slurm.folder}/%A-%a.out", "PARTS": "3"}
     variables |= {"INPUT": str(corpus.text_file), "PREFIX": str(prefix), "VOCAB": str(corpus.vocab_file)}
     printed = slurm.run("bash examples/preprocess_slurm.sh", **variables)
@@ -226,24 +220,16 @@ STORIES: list[Callable[..., Story]] = [
 
 
 @pytest.fixture(scope="module")
-def told(hosts: dict[str, Host], flags: Flags, tiny_corpus: TinyCorpus) -> dict[str, Any]:
-    """Story → its generator after the first two parts, or the error there; and the rows of the table."""
+def told(hosts: dict[str, Host], flags: Flags, tiny_corpus: TinyCorpus, seen: Seen) -> dict[str, Story | Exception]:
+    """Story → its generator after the first two parts, or the error there."""
     if reason := missing("slurmctld", "slurmd", "munged"):
         pytest.skip(reason)
-    slurm = Slurm(hosts, flags)
-    rows: list[tuple[str, ...]] = []
-
-    def note(*row: str) -> None:
-        rows.append(row)
-
-    begun: dict[str, Any] = {"rows": rows}
-    for story in STORIES:
-        more = (tiny_corpus,) if story is parts_of_a_corpus else ()
-        begun[story.__name__] = story(slurm, note, *more)
+    slurm = Slurm(hosts, flags, tiny_corpus)
+    begun: dict[str, Story | Exception] = {story.__name__: story(slurm, seen) for story in STORIES}
     for _ in ("queue it", "do it harm"):
         for name, story in begun.items():
             try:
-                if not isinstance(story, list | Exception):
+                if not isinstance(story, Exception):
                     next(story)
             except Exception as error:  # for the story's own test
                 begun[name] = error
@@ -251,9 +237,8 @@ def told(hosts: dict[str, Host], flags: Flags, tiny_corpus: TinyCorpus) -> dict[
 
 
 @pytest.mark.parametrize("name", [story.__name__ for story in STORIES])
-def test_job(name: str, told: dict[str, Any], seen: Seen) -> None:
-    if isinstance(told[name], Exception):
-        raise told[name]
-    assert next(told[name], "the end") == "the end"
-    while told["rows"]:
-        seen(*told["rows"].pop(0))
+def test_job(name: str, told: dict[str, Story | Exception]) -> None:
+    story = told[name]
+    if isinstance(story, Exception):
+        raise story
+    assert next(story, "the end") == "the end"

@@ -7,16 +7,18 @@ first test, where every process is a Python of its own.
 import os
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import SECONDS, SHIM, Host, missing, wait_for
+from tests.cluster.hosts import REAL_PATH, SECONDS, SHIM, Host, missing, wait_for
 from tests.cluster.runs import (
     PORTS,
     STEPS,
-    Flags,
+    Launched,
+    Pair,
+    Seen,
     assert_equal,
     exit_code,
     hold,
@@ -26,10 +28,9 @@ from tests.cluster.runs import (
     words_of,
 )
 from tests.conftest import TinyCorpus
+from tests.integration.conftest import Flags
 from tests.integration.launch import ROOT, SCRIPT
 
-Pair = tuple[Host, Host]
-Seen = Callable[[str, str, str], None]
 DEEPSPEED, PDSH, FOREVER = "launcher.runner", "pdsh -S", "examples/run_forever.sh"
 """Words by which the processes of a login are found."""
 
@@ -40,34 +41,16 @@ def programs() -> None:
         pytest.skip(reason)
 
 
-class Launched:
-    """A command on a host, its output and how it ended."""
-
-    def __init__(self, host: Host, command: Sequence[object], folder: Path, **more: str) -> None:
-        self.host, self.output = host, folder / f"launcher-{next(PORTS)}"
-        self.process = host.start_command(command, self.output, real_python=bool(more.pop("real", "")), **more)
-
-    def text(self) -> str:
-        """Return what the command and its ranks printed."""
-        return self.output.read_text(encoding="utf-8", errors="replace")
-
-    def end(self, seconds: float = SECONDS) -> int:
-        """Return the exit code of the command."""
-        wait_for(lambda: self.process.poll() is not None, self.text, seconds)
-        return self.process.returncode
-
-
-def hostfile(folder: Path, *names: str) -> Path:
+def hostfile(folder: Path, names: Sequence[str] = ("node1", "node2")) -> Path:
     """Write a host file with one rank per host."""
-    names = names or ("node1", "node2")
-    path = folder / f"hosts-{'-'.join(names)}"
+    path = folder / "hosts"
     path.write_text("".join(f"{name} slots=1\n" for name in names), encoding="utf-8")
     return path
 
 
-def deepspeed(file: Path, words: Sequence[str], *options: str) -> list[str]:
-    """Return the documented command; each start has a port of its own."""
-    launcher = f"deepspeed --quiet --hostfile {file} --master_port {next(PORTS)}".split()
+def deepspeed(folder: Path, words: Sequence[str], *options: str) -> list[str]:
+    """Return the documented command on two hosts; each start has a port of its own."""
+    launcher = f"deepspeed --quiet --hostfile {hostfile(folder)} --master_port {next(PORTS)}".split()
     return [*launcher, *options, str(SCRIPT), *words]
 
 
@@ -79,7 +62,7 @@ def test_the_recipe_for_two_machines_in_real_processes(
     variables = {"HOSTFILE": str(hostfile(folder)), "SAVE": str(save)}
     variables |= {"DATA": str(tiny_corpus.prefix), "VOCAB": str(tiny_corpus.vocab_file), "DS_ENV_FILE": os.devnull}
     recipe = ROOT / "examples" / "pretrain_ddrp_base_16gpu.sh"
-    run = Launched(pair[0], ["bash", recipe, *words], folder, real="yes", **variables)
+    run = Launched(pair[0], ["bash", recipe, *words], folder, PATH=REAL_PATH, **variables)
     assert run.end(3 * SECONDS) == 0, run.text()
     assert exit_code(save) == "0" and len(rows_of(save)) == STEPS
     assert "layout: 2 ranks on cpu" in run.text()
@@ -91,18 +74,13 @@ def test_seven_ends_of_a_launcher_in_one_run(
 ) -> None:
     """The command runs on a login host. Each start resumes what the last one left, until a last one ends."""
     login, save = hosts["login"], folder / "ends"
-    words, file = words_of(flags, save), hostfile(folder)
+    words = words_of(flags, save)
 
-    def reach(run: Launched, more: int = 4) -> None:
-        step = len(rows_of(save)) + more
-        hold(save, step)
-        wait_for_step(save, step, run.text)
-
-    def begin() -> Launched:
-        let_go(save)
+    def reach(run: Launched | None = None) -> Launched:
+        """Hold the run, by default one that begins, after a later step."""
         step = len(rows_of(save)) + 4
         hold(save, step)
-        run = Launched(login, deepspeed(file, words), folder)
+        run = run or Launched(login, deepspeed(folder, words), folder)
         wait_for_step(save, step, run.text)
         return run
 
@@ -112,63 +90,56 @@ def test_seven_ends_of_a_launcher_in_one_run(
         assert exit_code(save) == "75", run.text()
         assert len(rows_of(save)) < STEPS
 
-    def goes_on_until_asked(run: Launched, host: Host, number: int) -> None:
-        """Let the run reach a later step; then a signal to one rank lets all of them save and end."""
-        reach(run)
-        os.kill(host.ranks(save)[0], number)
-        saved_and_ended(run)
-
     def note(fault: str, comes: str) -> None:
         seen("deepspeed --hostfile", fault, comes)
 
-    stopped = "1; the ranks save, DIR/exit_code 75; the same command resumes"
-    outlived = "the run goes on"
-    run = begin()
-    login.signal(signal.SIGINT, DEEPSPEED)
-    login.signal(signal.SIGINT, PDSH)  # a terminal signals both
-    assert run.end() == 1, run.text()
-    saved_and_ended(run)
-    note("Ctrl-C", stopped)
+    def goes_on_until_asked(run: Launched, host: Host, number: signal.Signals, fault: str, came: str = "") -> None:
+        """Let the run reach a later step; then a signal to one rank lets all of them save and end."""
+        reach(run)
+        host.signal_rank(number, save)
+        saved_and_ended(run)
+        note(fault, f"{came}the run goes on; {number.name} to a rank: saved, DIR/exit_code 75")
 
-    run = begin()
-    login.signal(signal.SIGTERM, DEEPSPEED)
-    assert run.end() == 1, run.text()
-    saved_and_ended(run)
-    note("SIGTERM to deepspeed", stopped)
+    for fault, number, processes in (
+        ("Ctrl-C", signal.SIGINT, (DEEPSPEED, PDSH)),  # a terminal signals both
+        ("SIGTERM to deepspeed", signal.SIGTERM, (DEEPSPEED,)),
+    ):
+        run = reach()
+        for process in processes:
+            login.signal(number, process)
+        assert run.end() == 1, run.text()
+        saved_and_ended(run)
+        note(fault, "1; the ranks save, DIR/exit_code 75; the same command resumes")
 
-    run = begin()
+    run = reach()
     os.killpg(run.process.pid, signal.SIGHUP)
     wait_for(lambda: not login.processes(PDSH), run.text)
-    goes_on_until_asked(run, pair[1], signal.SIGUSR1)
-    note("its terminal is closed", f"{outlived}; SIGUSR1 to a rank: saved, DIR/exit_code 75")
+    goes_on_until_asked(run, pair[1], signal.SIGUSR1, "its terminal is closed")
 
-    run = begin()
+    run = reach()
     login.power_off()
-    goes_on_until_asked(run, pair[0], signal.SIGTERM)
+    goes_on_until_asked(run, pair[0], signal.SIGTERM, "power cut of the login host")
     login.power_on()
-    note("power cut of the login host", f"{outlived}; SIGTERM to a rank: saved, DIR/exit_code 75")
 
-    run = begin()
+    run = reach()
     login.signal(signal.SIGKILL, PDSH)
     assert run.end() == 0
-    goes_on_until_asked(run, pair[0], signal.SIGTERM)
-    note("pdsh is killed", f"DeepSpeed's 0, and {outlived}; SIGTERM to a rank: saved, DIR/exit_code 75")
+    goes_on_until_asked(run, pair[0], signal.SIGTERM, "pdsh is killed", "DeepSpeed's 0, and ")
 
-    run = begin()
+    run = reach()
     pair[1].signal(signal.SIGKILL, "sshd")
-    goes_on_until_asked(run, pair[0], signal.SIGTERM)
+    goes_on_until_asked(run, pair[0], signal.SIGTERM, "every sshd of host 2 is killed")
     assert run.end() in (1, 255), run.text()
     assert pair[1].run("/usr/sbin/sshd -f /mnt/etc/sshd_config").returncode == 0
-    note("every sshd of host 2 is killed", f"{outlived}; SIGTERM to a rank: saved, DIR/exit_code 75")
 
-    run = begin()
-    os.kill(pair[1].ranks(save)[0], signal.SIGKILL)
+    run = reach()
+    pair[1].signal_rank(signal.SIGKILL, save)
     let_go(save)
     assert run.end() not in (0, 75)
     assert run.text().count("rank 0 lost another rank: ") == 1 and "Traceback" not in run.text()
     note("SIGKILL of a rank on host 2", "not 0, in one line")
 
-    run = Launched(login, deepspeed(file, words), folder)
+    run = Launched(login, deepspeed(folder, words), folder)
     assert run.end() == 0 and exit_code(save) == "0", run.text()
     assert_equal(save, whole)
     note("all of these in one run, then nothing", "0, bit for bit")
@@ -180,14 +151,13 @@ def test_run_forever_survives_a_killed_pdsh_and_a_killed_rank(
     """The ranks outlive their pdsh, so the next start, with the same port, is refused until they have ended."""
     first, second = pair
     save = folder / "forever"
-    command = deepspeed(hostfile(folder), words_of(flags, save, distributed_timeout_minutes=0.5))
+    command = deepspeed(folder, words_of(flags, save, distributed_timeout_minutes=0.5))
     hold(save, 6)
     run = Launched(first, ["bash", FOREVER, *command], folder, BACKOFF="1", GRACE="1", MAX_FAILURES="50")
     wait_for_step(save, 6, run.text)
     first.signal(signal.SIGKILL, PDSH)
     wait_for(lambda: "Address already in use" in run.text(), run.text)
-    for rank in second.ranks(save):
-        os.kill(rank, signal.SIGKILL)
+    second.signal_rank(signal.SIGKILL, save)
     let_go(save)
     assert run.end() == 0, run.text()
     assert run.text().count("run_forever.sh: ended with code ") >= 2, run.text()
@@ -201,7 +171,7 @@ def test_run_forever_survives_a_killed_pdsh_and_a_killed_rank(
 
 def test_run_forever_passes_sigterm_on(pair: Pair, flags: Flags, folder: Path, seen: Seen) -> None:
     save = folder / "asked"
-    command = deepspeed(hostfile(folder), words_of(flags, save, save_interval=100))
+    command = deepspeed(folder, words_of(flags, save, save_interval=100))
     hold(save, 6)
     run = Launched(pair[0], ["bash", FOREVER, *command], folder)
     wait_for_step(save, 6, run.text)
@@ -228,7 +198,7 @@ def test_open_mpi_needs_an_address(pair: Pair, flags: Flags, folder: Path, seen:
         pytest.skip(reason)
     save, address = folder / "mpi", folder / "deepspeed_env"
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = deepspeed(hostfile(folder), words_of(flags, save, 6), "--launcher", "openmpi")
+    command = deepspeed(folder, words_of(flags, save, 6), "--launcher", "openmpi")
     run = Launched(pair[0], command, folder, **as_root)
     assert run.end() == 1
     assert re.search("error: mpirun started 2 processes.*MASTER_ADDR", run.text()), run.text()
@@ -238,8 +208,9 @@ def test_open_mpi_needs_an_address(pair: Pair, flags: Flags, folder: Path, seen:
     seen("deepspeed --launcher openmpi", "without MASTER_ADDR; with it", "refused in one line, which names it; 0")
 
 
-def absent_rank(run: Launched) -> None:
-    """Check that a run ended because rank 1 did not come, and says so."""
+def assert_rank_1_is_missed(host: Host, command: Sequence[str], folder: Path) -> None:
+    """Check that a run ends because rank 1 did not come, and says so."""
+    run = Launched(host, command, folder)
     assert run.end(2 * SECONDS) != 0
     assert re.search("error: rank 1 did not come within 0.2", run.text()), run.text()
     assert "free --master_port" not in run.text() and "frame #" not in run.text()
@@ -248,14 +219,14 @@ def absent_rank(run: Launched) -> None:
 def test_a_host_without_the_environment(pair: Pair, flags: Flags, folder: Path, seen: Seen) -> None:
     nothing = folder / "nothing"
     nothing.mkdir()
-    words = words_of(flags, folder / "absent", distributed_timeout_minutes=0.2)
+    command = deepspeed(folder, words_of(flags, folder / "absent", distributed_timeout_minutes=0.2))
     with pair[1].mounted(nothing, SHIM):
-        run = Launched(pair[0], deepspeed(hostfile(folder), words), folder)
-        absent_rank(run)
+        assert_rank_1_is_missed(pair[0], command, folder)
     seen("deepspeed --hostfile", "host 2 lacks the environment", "one line names rank 1, after the timeout")
 
 
 def test_a_host_whose_name_is_not_known(pair: Pair, flags: Flags, folder: Path, seen: Seen) -> None:
-    words = words_of(flags, folder / "unknown", distributed_timeout_minutes=0.2)
-    absent_rank(Launched(pair[0], deepspeed(hostfile(folder, pair[0].name, "node77"), words), folder))
+    command = deepspeed(folder, words_of(flags, folder / "unknown", distributed_timeout_minutes=0.2))
+    hostfile(folder, ("node1", "node77"))
+    assert_rank_1_is_missed(pair[0], command, folder)
     seen("deepspeed --hostfile", "host 2 is a name that is not known", "one line names rank 1, after the timeout")
