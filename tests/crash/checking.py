@@ -67,7 +67,7 @@ class Bench:
         protocol.after = protocol.files()
         recorded = Recording(protocol.root, before, log, tree_of(protocol.root))
         tried, bad, faults = Counter[str](), Counter[str](), dict[str, list[str]]()
-        verdicts: dict[tuple[bytes, tuple[str, ...]], list[str]] = {}
+        verdicts: dict[tuple[Any, tuple[str, ...]], list[str]] = {}
         for model in QUICK_MODELS if is_quick else MODELS:
             states = states_of(recorded, model)
             if is_quick and len(states) > QUICK_STATES and model != "kill":

@@ -8,15 +8,15 @@ worst    a power cut with what POSIX allows: each folder keeps its names up to a
 """
 
 import functools
-import hashlib
 import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.crash.recording import Change, Operation, Recording, apply_names, changed, files_of
+from tests.crash.recording import Change, Operation, Recording, Tree, apply_names, changed, files_of
 
 MODELS = ("kill", "journal", "worst")
 MOST = 300
@@ -37,15 +37,12 @@ class State:
     lost: tuple[str, ...]
     reported: tuple[str, ...]
     """Parts of the update that the process had reported as done."""
-    files: Mapping[str, bytes | None]
+    files: Tree
 
     @functools.cached_property
-    def key(self) -> bytes:
-        """Digest of the files."""
-        digest = hashlib.sha256()
-        for name, content in sorted(self.files.items()):
-            digest.update(repr((name, content)).encode())
-        return digest.digest()
+    def key(self) -> frozenset[tuple[str, bytes | None]]:
+        """The files, for a comparison with other states."""
+        return frozenset(self.files.items())
 
     def write(self, root: Path) -> None:
         """Write the files into a new folder."""
@@ -59,7 +56,7 @@ class State:
 
 def states_of(recording: Recording, model: str) -> list[State]:
     """Return each different state once, with the most that was reported before it."""
-    chance, found = random.Random(0), dict[bytes, State]()
+    chance, found = random.Random(0), dict[Any, State]()
     for end in _moments(recording, model):
         for state in _Moment(recording, end, model, chance).states():
             if state.key not in found or len(found[state.key].reported) < len(state.reported):
