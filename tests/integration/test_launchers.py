@@ -42,8 +42,8 @@ def launchers() -> dict[str, list[str]]:
     torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", "-x", "MASTER_ADDR=127.0.0.1"]
     return {
-        "deepspeed": [*deepspeed, "--module", "megatron_ddrp", "pretrain"],
-        "torchrun": [*torchrun, "--master-port", str(free_port()), str(SCRIPT)],
+        "deepspeed": [*deepspeed, str(SCRIPT)],
+        "torchrun": [*torchrun, "--master-port", str(free_port()), "--module", "megatron_ddrp", "pretrain"],
         "mpirun": [*mpirun, "-x", f"MASTER_PORT={free_port()}", sys.executable, str(SCRIPT)],
     }
 
