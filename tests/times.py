@@ -58,7 +58,7 @@ class Times:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         row = self.rows[report.nodeid]
-        row[0] += report.cpu
+        row[0] += getattr(report, "cpu", 0.0)  # a test that crashes its worker has none
         row[1] += report.duration
 
     @pytest.hookimpl(trylast=True)
