@@ -6,6 +6,7 @@ import gc
 import inspect
 import json
 import re
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -147,6 +148,7 @@ def run_tool(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
     def run(module: ModuleType, *words: Any) -> Ended:
         monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, words)])
+        monkeypatch.setattr(os, "_exit", sys.exit)  # by which ranks end
         with pytest.raises(SystemExit) as end:
             run_command(module.main)
         return Ended(int(end.value.code or 0), *capfd.readouterr())

@@ -328,8 +328,7 @@ def test_waiting_threads_sleep_on_a_busy_machine_unless_the_environment_says_how
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in entry.COMMANDS)], ids=str)
-def test_help_and_refusals_of_every_command(words, monkeypatch, run_tool):
-    monkeypatch.setattr(os, "_exit", sys.exit)  # by which ranks end
+def test_help_and_refusals_of_every_command(words, run_tool):
     for flag, code, lines in (("--help", 0, 0), ("--no-such-flag", 2, 1)):
         ended = run_tool(entry, *words, flag)
         assert (ended.returncode, ended.stderr.count("\n"), bool(ended.stdout)) == (code, lines, not lines)
