@@ -5,8 +5,8 @@ import atexit
 import gc
 import inspect
 import json
-import re
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
