@@ -93,11 +93,11 @@ def encode(model, batch):
     return model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
 
 
-def gradients(model, sums, weights=(0.7, 1.3, 0.9)):
+def gradients(model, sums, weights=(0.7, 1.3, 0.9), retain_graph=True):
     """Gradient of the weighted sum of the first terms by parameter name; zeros where one does not take part."""
     parameters = dict(model.named_parameters())
     total = (sums[: len(weights)] * torch.tensor(weights, dtype=sums.dtype)).sum()
-    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": retain_graph}
     values = torch.autograd.grad(total, list(parameters.values()), **options)
     return dict(zip(parameters, values, strict=True))
 
