@@ -35,7 +35,7 @@ from megatron_ddrp.engine.build import (
     rows_for,
     unused_devices,
 )
-from megatron_ddrp.engine.checkpoint import Progress, Resumed, changed_tokenizer, check_stored, load_checkpoint
+from megatron_ddrp.engine.checkpoint import Progress, Resumed, changed_tokenizer, check_start, load_checkpoint
 from megatron_ddrp.engine.layout import Setup, deepspeed_version
 from megatron_ddrp.engine.proofs import GradientProof
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user_errors, refusals_as_user_errors
@@ -148,9 +148,7 @@ def check_without_data(setup: Setup) -> None:
     tokenizer = tokenizer_flags(with_tokenizer(config, ())).build()
     with refusals_as_user_errors(save), sole_writer(save) if save and save.exists() else nullcontext():
         pass
-    if path := newest(load):
-        check_stored(path, config.with_vocabulary(tokenizer.vocab_size))
-        changed_tokenizer(path, tokenizer)
+    check_start(load, config, tokenizer)
 
 
 class Data(NamedTuple):

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from megatron_ddrp.checkpoint import newest, refuse_folders
+from megatron_ddrp.checkpoint import refuse_folders
 from megatron_ddrp.config import Config, ModelConfig, ParallelConfig, concerns, flag
 from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.engine.build import precision_fault
-from megatron_ddrp.engine.checkpoint import changed_tokenizer, check_stored
+from megatron_ddrp.engine.checkpoint import check_start
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import GIB, Memory, neediest_by_zero_stage
@@ -159,9 +159,7 @@ def open_data(config: Config) -> tuple[Config, dict[str, Any], list[str], int]:
     verified = verify_data(config)
     corpus = Corpus.open(config, keep_counts=False)
     config = corpus.config.with_vocabulary(corpus.tokenizer.vocab_size)
-    if start := newest(config.checkpoint.folders[1]):
-        check_stored(start, config)
-        changed_tokenizer(start, corpus.tokenizer)
+    check_start(config.checkpoint.folders[1], config, corpus.tokenizer)
     samples = corpus.samples("train")
     consumed = config.training.train_iters * config.training.global_batch_size
     lines = [*verified, *corpus.remarks, *corpus.split_remarks(), f"data: {corpus.summary(samples, consumed)}"]

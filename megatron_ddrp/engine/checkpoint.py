@@ -355,6 +355,13 @@ def check_stored(path: Path, config: Config) -> tuple[dict[str, Any], Config]:
     return state, theirs
 
 
+def check_start(load: Path | None, config: Config, tokenizer: Tokenizer) -> None:
+    """Raise `UserError` if `load` holds a checkpoint from which a run of `config` with this tokenizer cannot begin."""
+    if path := files.newest(load):
+        check_stored(path, config.with_vocabulary(tokenizer.vocab_size))
+        changed_tokenizer(path, tokenizer)
+
+
 def resumed_progress(path: Path, state: Mapping[str, Any], theirs: Config, config: Config) -> Progress:
     """Return the progress of a run that resumes from a checkpoint, which has the configuration `theirs`.
 

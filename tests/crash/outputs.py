@@ -23,7 +23,7 @@ class Output(Protocol):
     overwrites = False
     """A command that overwrites is never refused; any other may be, once its output is there."""
     is_repeatable = True
-    """Whether the command gives the same bytes if its output is there already."""
+    """True if the command gives the same bytes where its output is there already."""
 
     def files(self) -> dict[str, bytes]:
         paths = files_in(self.root).items()

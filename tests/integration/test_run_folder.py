@@ -1,4 +1,4 @@
-"""What a run leaves: its folder, metrics, similarities, profiles, validation, TensorBoard."""
+"""The files that a run leaves: its folder, metrics, similarities, profiles, validation, TensorBoard."""
 
 import gzip
 import json

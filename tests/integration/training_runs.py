@@ -130,7 +130,7 @@ def _act_on_all(act: Callable[[Any], Any], runs: list[Any]) -> list[Any]:
 
 
 def run_ranks(world_size: int, work: Work, runs: list[Any], timeout: float, context: Any = None) -> list[Any]:
-    """What `work(runs)`, a module's function, gives on each rank of a group; `context` is that of `start_ranks`."""
+    """Return the result of `work(runs)`, a module's function, on each rank; `context` is that of `start_ranks`."""
     ended = start_ranks([], world_size, context=context, program=partial(_be_rank, work, runs), timeout=timeout)
     return [json.loads(text.splitlines()[-1]) for text in ended.check().stdout]
 

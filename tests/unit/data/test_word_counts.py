@@ -171,7 +171,7 @@ def test_read_only_data_are_counted_at_every_start(corpus, tiny_corpus, monkeypa
 
 
 def test_a_file_that_another_node_takes_away_is_left_to_it(corpus, tmp_path, monkeypatch):
-    """As happens on file systems whose locks hold on one node only: the other node writes the same content."""
+    """This happens where locks of a file system hold on one node only: the other node writes the same content."""
 
     def take_away(temporary, _):
         temporary.unlink()

@@ -79,7 +79,7 @@ def test_the_generator_has_some_whole_heads_of_the_discriminators_size_or_half_o
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("order, table", [("post", "shared"), ("pre", "per-layer")])
 def test_every_parameter_learns_and_each_model_from_its_own_loss_alone(encoding, order, table, objective):
-    """In ELECTRA both learn all embeddings; of two tables detection reaches the difference alone."""
+    """In ELECTRA both losses reach all embeddings; with two tables detection reaches only their difference."""
     changes = {"position_encoding": encoding, "layernorm_position": order, "relative_table": table}
     model = tiny_rtd(objective=objective, **changes)
     sums = drawn_sums(model, tiny_batch(lengths=(7, 6, 5), vocab=11))
@@ -102,7 +102,7 @@ def test_every_parameter_learns_and_each_model_from_its_own_loss_alone(encoding,
     [("absolute", {}), ("ddrp", {}), ("ddrp", {"absolute_embedding": True, "layernorm_position": "pre"})],
 )
 def test_the_generator_reads_the_discriminators_embeddings_and_their_norm_through_its_projection(encoding, changes):
-    """Of packed rows too."""
+    """Packed rows are among them."""
     objective = ObjectiveConfig(objective="electra", generator_size=2 / 3)
     model = tiny_electra(objective=objective, position_encoding=encoding, **changes)
     embeddings, lending = model.generator.embeddings, model.embeddings

@@ -189,7 +189,7 @@ def assert_logits(model, is_narrow):
 
 @pytest.mark.parametrize("family", ["bert", "electra", "deberta-v2"])
 def test_the_head_sees_one_place_and_gives_the_logits_of_the_whole_row(family, torch_seed):
-    """Of any family: where the head does not, `HuggingFaceLogits` sees it in the first rows."""
+    """This holds in any family: where the head sees nothing, `HuggingFaceLogits` sees it in the first rows."""
     config = transformers.AutoConfig.for_model(family, **SIZES)
     assert_logits(transformers.AutoModelForMaskedLM.from_config(config).eval(), is_narrow=True)
 
