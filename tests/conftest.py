@@ -95,6 +95,13 @@ def write_corpus(folder: Path) -> TinyCorpus:
     return TinyCorpus(text_file, vocab_file, Path(prefix))
 
 
+def write_program(folder: Path, name: str, script: str) -> None:
+    """Write a program for bash, to be found before others of its name."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n", encoding="utf-8")
+    (folder / name).chmod(0o755)
+
+
 def coarse_figure(figure: Any, ending: str, render: Callable[..., bytes] = plotting.render) -> bytes:
     """Return a figure's .png with few dots, and a line in place of its other files."""
     return render(figure, ending, 50) if ending == ".png" else f"a figure as {ending}".encode()

@@ -6,7 +6,6 @@ All runs of a GPU share one process, which starts once.
 
 import functools
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ import torch
 
 from megatron_ddrp.arguments import parse_arguments
 from tests.gpu.conftest import GPU, ON_BOTH, context_of, half_precision, need_devices, on_devices
+from tests.integration.conftest import Flags
 from tests.integration.inside_engines import allow_fp16_on_the_cpu, train_emulated
 from tests.integration.launch import armed, start_ranks
 from tests.integration.training_runs import Rows, forget_layout, of_each_run, run_ranks, train_run
 
-Flags = Callable[..., list[str]]
 LOSS, NORM = 0.005, 0.03
 """Relative tolerances of losses and gradient norms in half precision. A CPU's are off by 0.001 and 0.004 at most."""
 TIMEOUT = 240.0
@@ -86,9 +85,7 @@ def assert_rows_close(rows: Any, expected: Rows, loss: float, norm: float) -> No
         assert row["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=norm), step
 
 
-@pytest.mark.parametrize(
-    ("device", "name"), on_devices(*([(name,) for name in names_on(device)] for device in (GPU, "cpu")))
-)
+@pytest.mark.parametrize("device, name", on_devices(*([(name,) for name in names_on(each)] for each in (GPU, "cpu"))))
 def test_a_run_in_half_precision_follows_fp32_on_the_cpu(device: str, name: str, flags: Flags) -> None:
     assert_rows_close(in_half_precision(device, flags)[name], in_fp32_on_the_cpu(device, flags)[name], LOSS, NORM)
 

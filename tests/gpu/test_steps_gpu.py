@@ -3,7 +3,7 @@ CPU: the loss and gradient norms."""
 
 import dataclasses
 import re
-from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from megatron_ddrp.model.stages import DTYPES
 from megatron_ddrp.objectives.contract import count, make_objective
 from megatron_ddrp.parallel.process_group import Ranks
 from tests.gpu.conftest import ON_BOTH, half_precision, on_devices
+from tests.integration.conftest import Flags
 
 LOSS, NORM = 1e-3, 0.1
 """Relative tolerances of the loss and of gradient norms. SDPA in bf16 on a CPU is off by 2e-4 and 0.031 at most."""
@@ -36,14 +37,13 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "seq_leng
 BACKENDS = [name for name in CHOICES if name not in ("auto", "eager", "blocked")]
 """Those that a GPU trains with."""
 
-CASES = [(encoding, objective, backend) for encoding in ENCODINGS for objective in OBJECTIVES for backend in BACKENDS]
-FULL = "rows without padding"
-VARIANTS = [
-    (encoding, backend, name)
-    for encoding in ("absolute", "ddrp")
-    for backend in BACKENDS
-    for name in ("all heads", "packed", "packed, all heads", FULL, "compiled")
-]
+CHANGES: dict[str, dict[str, Any]] = {
+    "all heads": {"hcd_heads": 0},
+    "packed": {"packing": True},
+    "packed, all heads": {"packing": True, "hcd_heads": 0},
+    "rows without padding": {"global_batch_size": 64},  # four of these rows are full
+    "compiled": {"compile": "on"},
+}
 
 
 def last_micro_batch(config: Config) -> tuple[Config, Batch]:
@@ -87,30 +87,22 @@ def assert_step_is_close(words: list[str], backend: str, device: str) -> None:
     assert softmax_norm == pytest.approx(expected[2], rel=NORM)
 
 
-@pytest.mark.parametrize(
-    ("device", "encoding", "objective", "backend"),
-    on_devices(CASES, [("ddrp", "mth", "sdpa"), ("tupe-r", "electra", "sdpa"), ("absolute", "mlm", "triton")]),
-)
-def test_a_step_in_half_precision_equals_fp32_on_the_cpu(
-    device: str, encoding: str, objective: str, backend: str, flags: Callable[..., list[str]]
-) -> None:
-    words = flags(**SIZES, position_encoding=encoding, objective=objective)
-    assert_step_is_close(words, backend, device)
+STEPS_ON_CPU = [("ddrp", "mth", "sdpa"), ("tupe-r", "electra", "sdpa"), ("absolute", "mlm", "triton")]
+CHANGES_ON_CPU = [("ddrp", "sdpa", "packed, all heads"), ("absolute", "sdpa", "rows without padding")]
 
 
 @pytest.mark.parametrize(
-    ("device", "encoding", "backend", "variant"),
-    on_devices(VARIANTS, [("ddrp", "sdpa", "packed, all heads"), ("absolute", "sdpa", FULL)]),
+    "device, encoding, objective, backend", on_devices(product(ENCODINGS, OBJECTIVES, BACKENDS), STEPS_ON_CPU)
 )
-def test_heads_rows_and_compiled_layers(
-    device: str, encoding: str, backend: str, variant: str, flags: Callable[..., list[str]]
-) -> None:
-    changes: dict[str, Any] = {"packing": "packed" in variant, "hcd_heads": 0 if "all heads" in variant else 2}
-    if variant == FULL:
-        changes["global_batch_size"] = 64  # four of these rows are full
-    if variant == "compiled":
-        changes["compile"] = "on"
-    assert_step_is_close(flags(**SIZES, position_encoding=encoding, **changes), backend, device)
+def test_a_step_equals_fp32_on_the_cpu(device: str, encoding: str, objective: str, backend: str, flags: Flags) -> None:
+    assert_step_is_close(flags(**SIZES, position_encoding=encoding, objective=objective), backend, device)
+
+
+@pytest.mark.parametrize(
+    "device, encoding, backend, change", on_devices(product(("absolute", "ddrp"), BACKENDS, CHANGES), CHANGES_ON_CPU)
+)
+def test_heads_rows_and_compiled_layers(device: str, encoding: str, backend: str, change: str, flags: Flags) -> None:
+    assert_step_is_close(flags(**SIZES, position_encoding=encoding, **CHANGES[change]), backend, device)
 
 
 @pytest.mark.parametrize("device", ON_BOTH)

@@ -20,21 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.reference.objectives import cosine, hcd, mean_pairwise_cosine, probabilities, tcd
+from tests.reference.objectives import cosine, hcd, probabilities, tcd
 
 
 def token_similarity(hidden: list[Tensor]) -> float:
-    """f(S), eq. 15: the mean over sentences of the mean cosine of all tokens; hidden `[n, D]` each."""
-    values = [tcd(states, list(range(len(states)))).item() for states in hidden]
-    return sum(values) / len(values)
+    """f(S), eq. 15: the mean over sentences of two tokens or more of the mean cosine of their tokens `[n, D]`."""
+    return mean(tcd(states, list(range(len(states)))).item() for states in hidden if len(states) > 1)
+
+
+within = token_similarity
 
 
 def head_similarity(logits: list[list[Tensor]]) -> list[float]:
     """The inner part of f(H), eq. 16, by layer: for each sentence its L logits `[heads, n, n]`."""
     by_layer = []
     for layer in zip(*logits, strict=True):
-        values = [hcd([scores], [list(range(len(scores)))], [True] * scores.shape[-1]).item() for scores in layer]
-        by_layer.append(sum(values) / len(values))
+        by_layer.append(mean(hcd([x], [list(range(len(x)))], [True] * x.shape[-1]).item() for x in layer))
     return by_layer
 
 
@@ -75,24 +76,16 @@ def triangle_share(sentences: list[Tensor], threshold: float = 0.7) -> float:
     return sum(matches(maps, threshold) for maps in sentences) / len(sentences)
 
 
-def within(sentences: list[Tensor]) -> float:
-    """The mean over sentences of two tokens or more of their mean pairwise cosine."""
-    values = [mean_pairwise_cosine(list(states)).item() for states in sentences if len(states) > 1]
-    return sum(values) / len(values)
-
-
 def between(sentences: list[Tensor]) -> float:
     """The mean cosine over all pairs of tokens of different sentences."""
     pairs = itertools.combinations(sentences, 2)
-    values = [cosine(x, y).item() for first, second in pairs for x in first for y in second]
-    return sum(values) / len(values)
+    return mean(cosine(x, y).item() for first, second in pairs for x in first for y in second)
 
 
 def centred(sentences: list[Tensor]) -> list[Tensor]:
     """The sentences without the mean of all their tokens."""
-    tokens = [token for states in sentences for token in states]
-    mean = sum(tokens) / len(tokens)
-    return [torch.stack([token - mean for token in states]) for states in sentences]
+    middle = mean(token for states in sentences for token in states)
+    return [torch.stack([token - middle for token in states]) for states in sentences]
 
 
 def eigenvalues(sentences: list[Tensor]) -> list[float]:

@@ -9,16 +9,12 @@ eps inside the root), and the feed-forward network with the exact gelu x/2 · (1
 Everything is torch.float64 and differentiable.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-
-
-def dot(left: Tensor, right: Tensor) -> Tensor:
-    """Sum over x of left[x] · right[x]; both `[d]`, the result a scalar."""
-    return torch.dot(left, right)
+from torch import Tensor, dot
 
 
 def attend(scores: Tensor, value: Tensor, document_ids: list[int]) -> Tensor:
@@ -48,13 +44,11 @@ def within_window(scores: Tensor, window: int | None, causal: bool = False) -> T
 
     Other entries of scores `[heads, S, S]` become −inf, which `attend` gives the weight 0.
     """
-
-    def reaches(i: int, j: int) -> bool:
-        return (window is None or abs(i - j) <= window) and (j <= i or not causal)
-
-    seq, far = scores.shape[-1], torch.tensor(-math.inf, dtype=torch.float64)
-    rows = [head[i, j] if reaches(i, j) else far for head in scores for i in range(seq) for j in range(seq)]
-    return torch.stack(rows).reshape(scores.shape)
+    seq, entries = range(scores.shape[-1]), []
+    for head, i, j in itertools.product(scores, seq, seq):
+        reaches = (window is None or abs(i - j) <= window) and (j <= i or not causal)
+        entries.append(head[i, j] if reaches else torch.tensor(-math.inf, dtype=torch.float64))
+    return torch.stack(entries).reshape(scores.shape)
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

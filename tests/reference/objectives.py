@@ -44,9 +44,9 @@ kind for every column, so that the twin and the code under test can be given the
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, dot
 
-from tests.reference.attention import dot, gelu, layer_norm, linear
+from tests.reference.attention import attend, gelu, layer_norm, linear, within_window
 
 IGNORED_LABEL = -100
 """Label of a token that is not predicted."""
@@ -95,17 +95,14 @@ def flatten_head(scores: Tensor, valid: list[bool], window: int | None = None) -
     return torch.stack([scores[i, j] for i in kept for j in kept if window is None or abs(i - j) <= window])
 
 
-def hcd(
-    scores_per_layer: list[Tensor], heads_per_layer: list[list[int]], valid: list[bool], windows: list | None = None
-) -> Tensor:
+def hcd(scores: list[Tensor], heads: list[list[int]], valid: list[bool], windows: list | None = None) -> Tensor:
     """Eq. 18 for one sequence, the mean over its layers; a scalar.
 
-    scores_per_layer: L logits `[heads, S, S]`. heads_per_layer: each layer's own sample, at least 2 heads.
+    scores: L logits `[heads, S, S]`. heads: each layer's own sample, at least 2.
     valid: S flags, False for padding. windows: each layer's window, None for a layer without.
     """
-    windows = [None] * len(scores_per_layer) if windows is None else windows
-    layers = zip(scores_per_layer, heads_per_layer, windows, strict=True)
-    flat = [[flatten_head(scores[head], valid, window) for head in heads] for scores, heads, window in layers]
+    layers = zip(scores, heads, windows or [None] * len(scores), strict=True)
+    flat = [[flatten_head(of_layer[head], valid, window) for head in sample] for of_layer, sample, window in layers]
     return sum(mean_pairwise_cosine(vectors) for vectors in flat) / len(flat)
 
 
@@ -168,13 +165,8 @@ def probabilities(logits: Tensor, tokens: list[int], window: int | None = None) 
 
     0 outside of the document.
     """
-    rows = []
-    for head in logits:
-        for i in range(len(head)):
-            keys = [j for j in tokens if i in tokens and (window is None or abs(i - j) <= window)]
-            weights = [torch.exp(head[i, j]) if j in keys else ZERO for j in range(len(head))]
-            rows.append(torch.stack(weights) / (sum(weights) if keys else 1))
-    return torch.stack(rows).view_as(logits)
+    one_hot = torch.eye(logits.shape[-1], dtype=torch.float64).expand_as(logits)  # as values, for which Z = softmax(A)
+    return attend(within_window(logits, window), one_hot, [int(j in tokens) for j in range(logits.shape[-1])])
 
 
 def note(hidden: Tensor, first: int, last: int, k: int) -> Tensor:

@@ -79,9 +79,9 @@ from fractions import Fraction
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, dot, nn
 
-from tests.reference.attention import bert_layer, dot, layer_norm, linear, split_heads
+from tests.reference.attention import bert_layer, layer_norm, linear, split_heads
 
 HALF, EXACT, MAX_DISTANCE = 16, 8, 128
 CLS_TO_OTHERS, OTHERS_TO_CLS = 16, 32
@@ -104,10 +104,14 @@ def clip(difference: int, low: int, high: int) -> int:
     return low if difference < low else high if difference > high else difference
 
 
+def scaled(q: Tensor, k: Tensor) -> Tensor:
+    """q · k / sqrt(d), both `[d]`; a scalar."""
+    return dot(q, k) / math.sqrt(len(q))
+
+
 def absolute_scores(query: Tensor, key: Tensor) -> Tensor:
     """BERT's logits, eq. 2."""
-    places = list(range(query.shape[1]))
-    return over_pairs(query, key, places, lambda q, k, *_: dot(q, k) / math.sqrt(len(q)))
+    return over_pairs(query, key, list(range(query.shape[1])), lambda q, k, *_: scaled(q, k))
 
 
 def bert_r_scores(query: Tensor, key: Tensor, relative: Tensor, positions: list[int]) -> Tensor:
@@ -116,7 +120,7 @@ def bert_r_scores(query: Tensor, key: Tensor, relative: Tensor, positions: list[
 
     def entry(q: Tensor, k: Tensor, _head: int, i: int, j: int) -> Tensor:
         sigma = clip(i - j, -relative_distance, relative_distance - 1) + relative_distance
-        return dot(q, k + relative[sigma]) / math.sqrt(len(q))
+        return scaled(q, k + relative[sigma])
 
     return over_pairs(query, key, positions, entry)
 
@@ -135,11 +139,7 @@ def ddrp_row(direction: Tensor, distance: Tensor, i: int, j: int) -> Tensor:
 
 def ddrp_scores(query: Tensor, key: Tensor, direction: Tensor, distance: Tensor, positions: list[int]) -> Tensor:
     """DDRP logits, eq. 9; direction `[3, d]` and distance `[r_s, d]` are shared by the heads."""
-
-    def entry(q: Tensor, k: Tensor, _head: int, i: int, j: int) -> Tensor:
-        return dot(q, k + ddrp_row(direction, distance, i, j)) / math.sqrt(len(q))
-
-    return over_pairs(query, key, positions, entry)
+    return over_pairs(query, key, positions, lambda q, k, _, i, j: scaled(q, k + ddrp_row(direction, distance, i, j)))
 
 
 @cache
@@ -159,11 +159,7 @@ def t5_bucket(offset: int, largest: int = MAX_DISTANCE) -> int:
 
 def t5_scores(query: Tensor, key: Tensor, table: Tensor, positions: list[int], largest: int) -> Tensor:
     """T5's logits; table `[32, heads]`."""
-
-    def entry(q: Tensor, k: Tensor, head: int, i: int, j: int) -> Tensor:
-        return dot(q, k) / math.sqrt(len(q)) + table[t5_bucket(j - i, largest), head]
-
-    return over_pairs(query, key, positions, entry)
+    return over_pairs(query, key, positions, lambda q, k, h, i, j: scaled(q, k) + table[t5_bucket(j - i, largest), h])
 
 
 def tupe_bucket(i: int, j: int, max_distance: int = MAX_DISTANCE) -> int:
@@ -288,25 +284,9 @@ def alibi_scores(query: Tensor, key: Tensor, left: list, right: list, positions:
 
     def entry(q: Tensor, k: Tensor, head: int, i: int, j: int) -> Tensor:
         bias = left[head] * (i - j) if j < i else right[head] * (j - i)
-        return dot(q, k) / math.sqrt(len(q)) - bias
+        return scaled(q, k) - bias
 
     return over_pairs(query, key, positions, entry)
-
-
-def bert_r(query: Tensor, key: Tensor, encoding: nn.Module, _part: nn.Module, positions: list[int]) -> Tensor:
-    return bert_r_scores(query, key, encoding.relative, positions)
-
-
-def ddrp(query: Tensor, key: Tensor, encoding: nn.Module, _part: nn.Module, positions: list[int]) -> Tensor:
-    return ddrp_scores(query, key, encoding.direction, encoding.distance, positions)
-
-
-def t5(query: Tensor, key: Tensor, encoding: nn.Module, _part: nn.Module, positions: list[int]) -> Tensor:
-    return t5_scores(query, key, encoding.relative, positions, encoding.largest_distance)
-
-
-def alibi(query: Tensor, key: Tensor, _encoding: nn.Module, _part: nn.Module, positions: list[int]) -> Tensor:
-    return alibi_scores(query, key, *[alibi_slopes(len(query))] * 2, positions)
 
 
 def alibi_asym(query: Tensor, key: Tensor, encoding: nn.Module, _part: nn.Module, positions: list[int]) -> Tensor:
@@ -344,24 +324,20 @@ def deberta_v2(
 
 def rope(query: Tensor, key: Tensor, _encoding: nn.Module, part: nn.Module, positions: list[int]) -> Tensor:
     theta = part.local_theta if part.is_local and part.local_theta is not None else part.theta
-
-    def entry(q: Tensor, k: Tensor, _head: int, i: int, j: int) -> Tensor:
-        return dot(turned(q, i, theta), turned(k, j, theta)) / math.sqrt(len(q))
-
-    return over_pairs(query, key, positions, entry)
+    return over_pairs(query, key, positions, lambda q, k, _, i, j: scaled(turned(q, i, theta), turned(k, j, theta)))
 
 
 TWINS: dict[str, Callable[..., Tensor]] = {
     "absolute": lambda query, key, *_: absolute_scores(query, key),
-    "alibi": alibi,
+    "alibi": lambda query, key, _, __, places: alibi_scores(query, key, *[alibi_slopes(len(query))] * 2, places),
     "alibi-asym": alibi_asym,
-    "bert-r": bert_r,
-    "ddrp": ddrp,
+    "bert-r": lambda query, key, own, _, places: bert_r_scores(query, key, own.relative, places),
+    "ddrp": lambda query, key, own, _, places: ddrp_scores(query, key, own.direction, own.distance, places),
     "deberta": deberta,
     "deberta-v2": deberta_v2,
     "nope": lambda query, key, *_: absolute_scores(query, key),
     "rope": rope,
-    "t5": t5,
+    "t5": lambda query, key, own, _, places: t5_scores(query, key, own.relative, places, own.largest_distance),
     "tupe-a": tupe,
     "tupe-r": tupe,
 }

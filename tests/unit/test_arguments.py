@@ -23,11 +23,9 @@ BASE = "--data-path x --train-iters 10"
 
 
 def test_no_flag_gives_the_defaults_and_usage_leaves_out_what_the_manifest_says():
-    arguments = parse_arguments([])
+    arguments, parser = parse_arguments([]), build_parser()
     assert arguments.config == Config() and not arguments.dry_run
-    parser = build_parser()
-    assert "--data-path P [flags]" in parser.usage
-    assert not any("--vocab-file" in text for text in (parser.usage, parser.epilog))
+    assert "--data-path P [flags]" in parser.usage and "--vocab-file" not in parser.usage + parser.epilog
 
 
 def test_every_setting_is_a_flag_in_the_section_of_its_concern():
@@ -59,9 +57,8 @@ def test_blends_are_flags_of_several_words(tmp_path):
     config = parse_arguments(words).config
     assert config.data.train_data_path == ("0.3", "A", "0.7", "B") and config.data.valid_data_path == ("C",)
     assert config.data.split is None and config.objective.masking == "ngram"
-    as_list = yaml_file(tmp_path, "data-path: [0.3, A, 0.7, B]")
-    assert parse_arguments(["--config", as_list]).config.data.data_path == ("0.3", "A", "0.7", "B")
-    assert parse_arguments(["--config", yaml_file(tmp_path, "data-path: A")]).config.data.data_path == ("A",)
+    for text, paths in (("[0.3, A, 0.7, B]", ("0.3", "A", "0.7", "B")), ("A", ("A",))):
+        assert with_yaml(tmp_path, f"data-path: {text}").data.data_path == paths
 
 
 def test_underscores_count_as_dashes_and_the_launchers_own_flags_are_accepted(tmp_path):
@@ -71,30 +68,35 @@ def test_underscores_count_as_dashes_and_the_launchers_own_flags_are_accepted(tm
     assert arguments.config.parallel.deepspeed_config == path and arguments.dry_run and arguments.remarks == ()
 
 
-def yaml_file(tmp_path, text):
-    path = tmp_path / "run.yaml"
-    path.write_text(text, encoding="utf-8")
-    return str(path)
+def yaml_file(tmp_path, text, name="run.yaml"):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    return str(tmp_path / name)
+
+
+def with_yaml(tmp_path, text, *words):
+    """Return the settings of a file and of flags."""
+    return parse_arguments(["--config", yaml_file(tmp_path, text), *words]).config
+
+
+def deepspeed_file(tmp_path, content=()):
+    return yaml_file(tmp_path, json.dumps(dict(content)), "deepspeed.json")
 
 
 def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
-    path = yaml_file(tmp_path, "num-layers: 3\nhidden_size: 96\nlr: 2e-3\nbf16: true\nffn-hidden-size: null\nsave: 7\n")
-    config = parse_arguments(["--hidden-size", "48", "--config", path]).config
+    text = "num-layers: 3\nhidden_size: 96\nlr: 2e-3\nbf16: true\nffn-hidden-size: null\nsave: 7\n"
+    config = parse_arguments(["--hidden-size", "48", "--config", yaml_file(tmp_path, text)]).config
     assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (3, 48, 2e-3)
     assert config.training.bf16 and config.model.ffn_hidden_size is None and config.checkpoint.save == "7"
     assert config.model.num_attention_heads == 12 and isinstance(config.optimizer.lr, float)
-    # Also a flag that states the default.
-    assert parse_arguments(["--config", yaml_file(tmp_path, "seed: 5"), "--seed", "1234"]).config.training.seed == 1234
-    switched_on = yaml_file(tmp_path, "packing: true\nbf16: true\n")
-    config = parse_arguments(["--config", switched_on, "--no-packing", "--no_bf16"]).config
+    assert with_yaml(tmp_path, "seed: 5", "--seed", "1234").training.seed == 1234, "a flag that states the default"
+    config = with_yaml(tmp_path, "packing: true\nbf16: true\n", "--no-packing", "--no_bf16")
     assert not config.data.packing and not config.training.bf16
 
 
 def test_a_yaml_of_comments_changes_nothing_and_an_empty_one_is_refused(tmp_path):
     for nothing in ("# nothing yet\n", "model: {}\ndata:\n"):
-        assert parse_arguments(["--config", yaml_file(tmp_path, nothing)]).config == Config()
-    line, words = "--config .*: empty; write settings, or leave --config out", ["--config", yaml_file(tmp_path, "")]
-    refused(line, parse_arguments, words)
+        assert with_yaml(tmp_path, nothing) == Config()
+    refused("--config .*: empty; write settings, or leave --config out", with_yaml, tmp_path, "")
     refused("nowhere.yaml: cannot be read: No such file", parse_arguments, ["--config", f"{tmp_path}/nowhere.yaml"])
 
 
@@ -121,8 +123,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_a_file_are_refused_in_one_line(tmp_path, name):
     for text, message in MISTAKES[name]:
-        (tmp_path / name).write_text(text, encoding="utf-8")
-        wrong_arguments(re.escape(message), parse_arguments, ["--config", str(tmp_path / name)])
+        wrong_arguments(re.escape(message), parse_arguments, ["--config", yaml_file(tmp_path, text, name)])
 
 
 MISTAKEN_FLAGS = {
@@ -139,12 +140,6 @@ def test_mistakes_in_flags_are_one_line_and_exit_code_2(words, monkeypatch):
     assert str(error).endswith("(see pretrain_bert.py --help)")
 
 
-def deepspeed_file(tmp_path, content=()):
-    path = tmp_path / "deepspeed.json"
-    path.write_text(json.dumps(dict(content)), encoding="utf-8")
-    return str(path)
-
-
 def test_a_deepspeed_file_decides_what_no_flag_does(tmp_path):
     adam = {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-8, "weight_decay": 0.1, "adam_w_mode": True}
     content = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5}
@@ -154,12 +149,10 @@ def test_a_deepspeed_file_decides_what_no_flag_does(tmp_path):
     arguments = parse_arguments(["--deepspeed_config", path, "--seed", "5"])
     names = ("global_batch_size", "micro_batch_size", "clip_grad", "bf16", "zero_stage", "offload_optimizer", "lr")
     names += ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "optimizer")
-    optimizer = {"lr": 3e-4, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.1}
-    optimizer |= {"clip_grad": 0.5}
-    parallel = {"zero_stage": 2, "offload_optimizer": "cpu", "deepspeed_config": path}
-    parallel |= {"decided_by_deepspeed_config": names}
+    adamw = {"lr": 3e-4, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.1, "clip_grad": 0.5}
+    zero = {"zero_stage": 2, "offload_optimizer": "cpu", "deepspeed_config": path, "decided_by_deepspeed_config": names}
     training = {"global_batch_size": 64, "micro_batch_size": 4, "bf16": True, "seed": 5}
-    assert arguments.config == Config().replace(training=training, optimizer=optimizer, parallel=parallel)
+    assert arguments.config == Config().replace(training=training, optimizer=adamw, parallel=zero)
     assert arguments.remarks == (
         f"decided by --deepspeed-config {path}: --global-batch-size 64, --micro-batch-size 4, --clip-grad 0.5, "
         "--bf16 True, --zero-stage 2, --offload-optimizer cpu, --lr 0.0003, --adam-beta1 0.8, --adam-beta2 0.95, "
@@ -222,10 +215,8 @@ def test_a_runs_own_file_is_a_config(tmp_path):
     arguments = parse_arguments(["--config", path, "--save", "new"])
     assert arguments.config == config.replace(model={"vocab_size": 30522}, checkpoint={"save": "new", "load": None})
     assert arguments.remarks == (f"--config {path}: --save, --load of that run not taken; give your own",)
-    folders = {"save": "old", "load": "import"}
-    save_config(
-        Config().replace(checkpoint=folders, training={"new_head_iters": 200}, logging={"profile": True}), tmp_path
-    )
+    changes = {"checkpoint": {"save": "old", "load": "import"}, "training": {"new_head_iters": 200}}
+    save_config(Config().replace(**changes, logging={"profile": True}), tmp_path)
     config = parse_arguments(["--config", path, "--load", "import", "--save", "new"]).config
     assert config.training.new_head_iters == 200 and config.logging.profile
 
@@ -242,14 +233,9 @@ def test_flags_win_over_settings_of_a_file_that_they_exclude_and_over_what_belon
         ("tokenizer-type: HuggingFace\ntokenizer-model: X\n", "--tokenizer-type BertWordPieceCase --vocab-file v.txt"),
         ("optimizer: muon\noptimizer-options: [scale=0.2]\nzero-stage: 0\n", "--optimizer adamw --zero-stage 1"),
     ):
-        assert (
-            parse_arguments(["--config", yaml_file(tmp_path, content), *words.split()]).config
-            == parse_arguments(words.split()).config
-        )
-    kept = parse_arguments(["--config", yaml_file(tmp_path, "fp16: true\n"), "--no-bf16"]).config
-    assert kept.training.fp16
-    longer = parse_arguments(["--config", yaml_file(tmp_path, wsd), "--lr-decay-style", "wsd", "--lr", "1e-3"]).config
-    assert longer.optimizer.lr_wsd_decay_iters == 100
+        assert with_yaml(tmp_path, content, *words.split()) == parse_arguments(words.split()).config
+    assert with_yaml(tmp_path, "fp16: true\n", "--no-bf16").training.fp16
+    assert with_yaml(tmp_path, wsd, "--lr-decay-style", "wsd", "--lr", "1e-3").optimizer.lr_wsd_decay_iters == 100
 
 
 @pytest.mark.parametrize("options", [[], ["--objective-options", "weight=2", "margin=0.25"]], ids=["declared", "given"])
@@ -262,9 +248,8 @@ def test_a_runs_options_are_those_of_its_own_objective(options, tmp_path):
         assert parse_arguments([*words, *other]).config == parse_arguments(other).config
     lower = ["--objective-options", "weight=0.5"]
     assert parse_arguments([*words, *lower]).config == parse_arguments([*of_the_run[:2], *lower]).config
-    path = yaml_file(tmp_path, "objective-options: [weight=2]\n")
-    objective = parse_arguments(["--config", path, "--objective", "token-contrast"]).config.objective
-    assert objective.objective_options == ("weight=2.0", "margin=0.5")
+    config = with_yaml(tmp_path, "objective-options: [weight=2]\n", "--objective", "token-contrast")
+    assert config.objective.objective_options == ("weight=2.0", "margin=0.5")
 
 
 def test_a_runs_own_file_decides_its_defaults_too(tmp_path):
@@ -323,8 +308,7 @@ def test_a_rate_goes_from_its_start_by_equal_steps_and_one_stays_to_the_last_bit
 
 def by_flag_and_by_yaml(folder: Path, words: list[str], line: str) -> Iterator[Config]:
     """Yield the settings of flags and those of a line in a file, which come back from JSON."""
-    (folder / "f.yaml").write_text(f"{line}\n")
-    for given in (words, ["--config", str(folder / "f.yaml")]):
+    for given in (words, ["--config", yaml_file(folder, line)]):
         config = parse_arguments([*given, "--train-iters", "10"]).config
         assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
         yield config
@@ -391,8 +375,7 @@ def test_phases_come_from_the_command_line_and_from_yaml_and_impossible_ones_are
     flags, line = ["--seq-length-phases", "128:0.7", "256:0.9"], 'seq-length-phases: ["128:0.7", "256:0.9"]'
     for config in by_flag_and_by_yaml(tmp_path, flags, line):
         assert config.training.seq_length_phases == ("128:0.7", "256:0.9")
-    (tmp_path / "f.yaml").write_text("seq-length-phases: 128:0.9\n")  # a time to YAML
-    refused("quote it in YAML", parse_arguments, ["--config", str(tmp_path / "f.yaml")])
+    refused("quote it in YAML", with_yaml, tmp_path, "seq-length-phases: 128:0.9\n")  # a time to YAML
 
 
 def remarks(words: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ writer holds it, and it keeps copies of plug-ins."""
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,13 +60,8 @@ def chosen(folder, kinds=(checkpoint.MODEL,)):
     return choose_checkpoint(folder, kinds, told.append).name, told
 
 
-CONTENTS = {
-    "blank": b" \n\n",
-    "not-utf8": b"\xff\xfeiter_0000006\n",
-    "outside": b"../x\n",
-    "long": b"iter_0000006" * 1000,
-    "newer-missing": b"iter_0000009\n",
-}
+CONTENTS = {"blank": b" \n\n", "not-utf8": b"\xff\xfeiter_0000006\n", "outside": b"../x\n"}
+CONTENTS |= {"long": b"iter_0000006" * 1000, "newer-missing": b"iter_0000009\n"}
 """Damage of the file `latest` → what it holds then."""
 
 
@@ -126,9 +122,8 @@ def test_a_wrong_folder_or_a_file_is_no_fresh_start_and_a_killed_run_may_start_a
     (empty / "metrics.jsonl").write_text("")
     refuse_folders(empty, empty)
     save_config(Config().replace(checkpoint={"save": str(empty), "load": str(run)}), empty)  # a branch, killed early
-    refused(
-        f"{empty} holds no checkpoint yet; its run began from {run}: give --load {run}", refuse_folders, empty, empty
-    )
+    line = f"{empty} holds no checkpoint yet; its run began from {run}: give --load {run}"
+    refused(line, refuse_folders, empty, empty)
     (run / checkpoint.LATEST).unlink()
     (run / checkpoint.LATEST).mkdir()
     refused("latest is not a file: remove it", choose_checkpoint, run)
@@ -183,11 +178,8 @@ def test_a_run_that_goes_back_replaces_what_it_passes(run, named):
 
 
 def test_a_save_that_fails_removes_no_older_checkpoint(run, monkeypatch):
-    def refuse(*_):
-        raise OSError("disk full")
-
     (run / "iter_0000007.tmp").mkdir()
-    monkeypatch.setattr(checkpoint.folder, "mark_latest", refuse)
+    monkeypatch.setattr(checkpoint.folder, "mark_latest", Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="full"):
         checkpoint.complete(run / "iter_0000007.tmp", read_state(run / "iter_0000006"), 2)
     assert {"iter_0000004", "iter_0000006"} <= {*names_of(checkpoint.all_checkpoints(run))}
@@ -297,8 +289,7 @@ def test_weights_come_from_the_checkpoint_before_and_ranks_share_the_sums(run, w
 
 
 def test_a_model_that_was_trained_by_a_gpu_backend_is_read_for_any_device(run):
-    path = run / "iter_0000006"
-    state = read_state(path)
+    path, state = run / "iter_0000006", read_state(run / "iter_0000006")
     state["config"]["model"]["attention_backend"] = "triton"
     write_state(path, state)
     model, _, config = load_model(run)

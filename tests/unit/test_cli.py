@@ -23,23 +23,14 @@ import pytest
 import torch
 
 from megatron_ddrp import __main__ as entry
-from megatron_ddrp.__main__ import sleep_while_waiting
+from megatron_ddrp import errors
 from megatron_ddrp.cli import ArgumentParser, Subcommand, parse_sections, parse_subcommand
 from megatron_ddrp.commands import COMMANDS, functions, pretrain
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.reading import Section, option
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.engine.layout import Setup
-from megatron_ddrp.errors import (
-    FAILURE,
-    WRONG_ARGUMENTS,
-    UserError,
-    allocations_as_user_errors,
-    code_of_others,
-    need_packages,
-    refusals_as_user_errors,
-    run_command,
-)
+from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, allocations_as_user_errors, run_command
 from megatron_ddrp.foreign import reading
 from megatron_ddrp.lab.analysis import command as commands
 from megatron_ddrp.memory import estimated_needs, need_less_memory
@@ -70,9 +61,8 @@ def parser():
 
 
 def test_both_spellings_words_after_a_double_dash_subcommands_and_help():
-    spellings = ("--vocab-file", "--vocab_file"), ("--deepspeed_config", "--deepspeed-config")
-    for flag, other in itertools.product(*spellings):
-        parsed = parser().parse_args([flag, "a_b-c", f"{other}=d_e-f"])
+    for flag, file in itertools.product(("--vocab-file", "--vocab_file"), ("--deepspeed_config", "--deepspeed-config")):
+        parsed = parser().parse_args([flag, "a_b-c", f"{file}=d_e-f"])
         assert (parsed.vocab_file, parsed.deepspeed_config) == ("a_b-c", "d_e-f")
     assert parser().parse_args(["--", "--vocab_file"]).words == ["--vocab_file"]
     made = ArgumentParser(prog="tool")
@@ -183,7 +173,7 @@ def test_mistakes_and_every_refusal_of_a_file_operation_are_one_line(capsys):
     ):
         assert outcome(functools.partial(fail, error), capsys) == (code, f"tool: error: {line}\n")
     for number, words in ((errno.EEXIST, "File exists"), (errno.EREMOTEIO, "Remote I/O error")):
-        with pytest.raises(UserError, match=f"run/x: {words}"), refusals_as_user_errors("run/x"):
+        with pytest.raises(UserError, match=f"run/x: {words}"), errors.refusals_as_user_errors("run/x"):
             raise OSError(number, words)
 
 
@@ -193,12 +183,12 @@ OF_OTHERS += map(RuntimeError, ["cannot allocate mine", "NCCL of mine", "Symlink
 
 @pytest.mark.parametrize("error", OF_OTHERS, ids=str)
 def test_errors_of_others_stay_as_they_are(error):
-    @code_of_others()
+    @errors.code_of_others()
     def theirs():
         raise error
 
     def ours():
-        with lost_rank_in_one_line(), allocations_as_user_errors(), refusals_as_user_errors("run"), reading("file"):
+        with lost_rank_in_one_line(), allocations_as_user_errors(), errors.refusals_as_user_errors("run"), reading("f"):
             theirs()
 
     with pytest.raises(type(error)) as raised:
@@ -209,7 +199,7 @@ def test_errors_of_others_stay_as_they_are(error):
 def test_a_mistake_of_others_is_one_line_and_of_one_rank(capsys):
     error = UserError("theirs", WRONG_ARGUMENTS)
     assert error.agreed
-    assert outcome(code_of_others()(lambda: fail(error)), capsys) == (2, "tool: error: theirs\n")
+    assert outcome(errors.code_of_others()(lambda: fail(error)), capsys) == (2, "tool: error: theirs\n")
     assert not error.agreed
 
 
@@ -259,11 +249,11 @@ def test_memory_that_cannot_be_had_is_one_line_which_says_what_was_asked_for_and
 def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch):
     for name in ("matplotlib", "markdown"):
         monkeypatch.setitem(sys.modules, name, None)
-    need_packages("the page", "json")
+    errors.need_packages("the page", "json")
     line = "^the page needs matplotlib, not installed here: pip install matplotlib$"
-    assert refused(line, need_packages, "the page", "json", "matplotlib").exit_code == FAILURE
+    assert refused(line, errors.need_packages, "the page", "json", "matplotlib").exit_code == FAILURE
     line, packages = "needs markdown and matplotlib.*: pip install markdown matplotlib$", ("markdown", "matplotlib")
-    wrong_arguments(line, need_packages, "the page", *packages, exit_code=WRONG_ARGUMENTS)
+    wrong_arguments(line, errors.need_packages, "the page", *packages, exit_code=WRONG_ARGUMENTS)
 
 
 def no_memory(*_: Any, **__: Any) -> None:
@@ -323,7 +313,7 @@ def test_waiting_threads_sleep_on_a_busy_machine_unless_the_environment_says_how
     ):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         monkeypatch.setattr(os, "environ", {**given})
-        sleep_while_waiting()
+        entry.sleep_while_waiting()
         assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
@@ -457,21 +447,16 @@ def test_an_agreed_error_is_told_by_rank_0_and_another_by_its_own_rank_and_a_ref
         assert told == ["tool: error: wrong\n", ""]
 
 
-@pytest.mark.parametrize(
-    "code, save, saved", [(0, "my run", True), (75, "my run", True), (0, None, False), (0, "x", False)]
-)
+@pytest.mark.parametrize("code, save, saved", [(0, "a b", True), (75, "a b", True), (0, None, False), (0, "x", False)])
 def test_a_finished_run_says_what_is_next(code, save, saved, monkeypatch, capsys):
     monkeypatch.setattr("megatron_ddrp.checkpoint.newest", lambda folder: folder if saved else None)
     monkeypatch.setattr("megatron_ddrp.train.train", lambda config, requests: Trained(code, 1))
     monkeypatch.setattr(StopRequests, "heed", lambda self: self)
-    flags = ["--save", save] if save else []
-    monkeypatch.setattr(sys, "argv", ["pretrain", "--data-path", "text", "--vocab-file", "vocab.txt", *flags])
+    words = ["pretrain", "--data-path", "text", "--vocab-file", "vocab.txt"] + (["--save", save] if save else [])
+    monkeypatch.setattr(sys, "argv", words)
     assert pretrain.main() == code
-    printed = capsys.readouterr().out
-    assert ("next: megatron-ddrp report --load 'my run' --output-dir 'my run'/report" in printed) is (
-        saved and not code
-    )
-    assert saved or "next:" not in printed
+    printed, line = capsys.readouterr().out, "next: megatron-ddrp report --load 'a b' --output-dir 'a b'/report"
+    assert (line in printed) is (saved and not code) and (saved or "next:" not in printed)
 
 
 @pytest.fixture(autouse=True)

@@ -153,30 +153,27 @@ def faults_of_rounds():
         rounds.append(faults() - before)
     return rounds
 
-def growth_over_shapes():
-    weight = torch.ones(64, 64, dtype=torch.bfloat16)
+def growth(work, measure=peak_resident_bytes):
     start = reset_peak_resident_bytes()
+    work()
+    return (measure() - start) / 2**20
+
+def multiply_shapes():
+    weight = torch.ones(64, 64, dtype=torch.bfloat16)
     for rows in range(100, 500):
         torch.ones(rows, 64, dtype=torch.bfloat16) @ weight
-    return (peak_resident_bytes() - start) / 2**20
 
-def peak_of(mebibytes):
-    start = reset_peak_resident_bytes()
-    torch.ones(mebibytes * 2**18)
-    return (peak_resident_bytes() - start) / 2**20
-
-def peak_of_two_threads():
-    start = reset_peak_resident_bytes()
+def free_in_two_threads():
     torch.ones(100 * 2**18)
     thread = threading.Thread(target=lambda: torch.ones(90 * 2**18) is None)  # small blocks may lie in the 100
     thread.start()
     thread.join()
-    return (peak_resident_bytes() - start) / 2**20
+
+def peak_of(mebibytes):
+    return growth(lambda: torch.ones(mebibytes * 2**18) is None)
 
 def kept_of_freed():
-    start = reset_peak_resident_bytes()
-    torch.ones(100 * 2**18)
-    return (reset_peak_resident_bytes() - start) / 2**20
+    return growth(lambda: torch.ones(100 * 2**18) is None, reset_peak_resident_bytes)
 
 for *before, number in json.loads(sys.argv[1]):
     if not os.fork():
@@ -197,11 +194,11 @@ def measured() -> dict[str, Any]:
     lines = {
         "faults": ["faults_of_rounds()"],
         "faults, kept": ["keep_freed_memory()", "faults_of_rounds()"],
-        "two threads": ["keep_freed_memory()", "peak_of_two_threads()"],
+        "two threads": ["keep_freed_memory()", "growth(free_in_two_threads)"],
         "one heap": ["prepare_cpu()", "kept_of_freed()"],
         "several heaps": ["del os.environ['MALLOC_ARENA_MAX']", "prepare_cpu()", "kept_of_freed()"],
-        "growth": ["growth_over_shapes()"],
-        "growth, bound": ["bound_kernel_caches()", "growth_over_shapes()"],
+        "growth": ["growth(multiply_shapes)"],
+        "growth, bound": ["bound_kernel_caches()", "growth(multiply_shapes)"],
         "peaks": ["return_freed_memory()", "torch.ones(300 * 2**18)", f"list(map(peak_of, {sizes}))"],
     }
     command = [sys.executable, "-c", MEMORY, json.dumps(list(lines.values()))]
@@ -219,12 +216,8 @@ def test_freed_tensors_are_taken_again_without_page_faults(measured):
 
 
 @on_linux
-def test_what_one_thread_freed_serves_another(measured):
+def test_what_one_thread_freed_serves_another_and_large_freed_tensors_are_kept_by_one_heap_only(measured):
     assert measured["two threads"] < 150
-
-
-@on_linux
-def test_large_freed_tensors_are_kept_by_one_heap_only(measured):
     assert measured["one heap"] > 90 > 10 > measured["several heaps"]
 
 

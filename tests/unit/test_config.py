@@ -10,25 +10,16 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.checkpoint import TOKENIZER
-from megatron_ddrp.config import (
-    ENCODINGS,
-    STARTS,
-    Config,
-    ModelConfig,
-    ObjectiveConfig,
-    changed_settings,
-    encoding_class,
-    flag,
-    load_config,
-    save_config,
-)
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.config import ENCODINGS, STARTS, ModelConfig, ObjectiveConfig, encoding_class, flag
+from megatron_ddrp.config.run import Config, changed_settings, load_config, save_config
 from megatron_ddrp.engine.checkpoint import changed_tokenizer, check_architecture
 from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.objectives.contract import make_objective
 from tests.refusals import refused, wrong_arguments
+from tests.unit.tasks.conftest import tokenizer_of
 
-PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "the", "cat", "dog"]
+PIECES = ["[unused0]", "the", "cat", "dog"]
+OF_TENSOR, OF_PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 
 
 def test_defaults_are_the_papers_base_model():
@@ -133,11 +124,11 @@ def test_impossible_settings_are_refused_in_one_line(concern, changes, message):
 
 
 def test_pairs_of_concerns_are_refused():
-    cut = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+    cut = OF_TENSOR | {"sequence_parallel": True}
     whole = "^--sequence-parallel cuts rows at the norm of the embeddings: leave --no-embedding-norm out$"
     refused(whole, Config().replace, model={"embedding_norm": False}, parallel=cut)
-    of_tensor = "--tensor-model-parallel-size 2.* --ffn-hidden-size 5"
-    refused(of_tensor, Config().replace, model={"ffn_hidden_size": 5}, parallel={"tensor_model_parallel_size": 2})
+    odd = {"ffn_hidden_size": 5}
+    refused("--tensor-model-parallel-size 2.* --ffn-hidden-size 5", Config().replace, model=odd, parallel=OF_TENSOR)
     geglu = {"hidden_size": 96, "num_attention_heads": 6, "ffn": "geglu", "ffn_hidden_size": 384}
     generator = {"objective": {"objective": "electra", "generator_size": 0.5}, "model": geglu}
     of_generator = r"-model-parallel-size 3.* feed-forward width of --objective electra's generator .*, 128"
@@ -170,12 +161,9 @@ def test_changed_settings_are_lines_with_the_flags_names():
 
 
 def changed():
-    return Config().replace(
-        model={"num_layers": 3, "position_encoding": "absolute", "vocab_size": 777, "ffn_hidden_size": 99},
-        objective={"objective": "mlm", "hcd_weight": 0.25},
-        training={"bf16": True},
-        checkpoint={"save": "run", "exit_interval": 5},
-    )
+    model = {"num_layers": 3, "position_encoding": "absolute", "vocab_size": 777, "ffn_hidden_size": 99}
+    others = {"training": {"bf16": True}, "checkpoint": {"save": "run", "exit_interval": 5}}
+    return Config().replace(model=model, objective={"objective": "mlm", "hcd_weight": 0.25}, **others)
 
 
 @pytest.mark.parametrize("config", [Config(), changed()], ids=["default", "changed"])
@@ -190,7 +178,6 @@ def test_round_trips_and_a_missing_or_foreign_config_json_is_refused_by_name(con
     refused("'rotary_base'", Config.from_dict, values)
 
 
-OF_TENSOR, OF_PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 WITHOUT_GRAPHS = [
     ({"parallel": OF_TENSOR}, "--tensor-model-parallel-size 2"),
     ({"parallel": OF_PIPELINE}, "--pipeline-model-parallel-size 2"),
@@ -305,32 +292,26 @@ def test_a_new_base_may_follow_the_one_that_the_checkpoint_was_trained_with() ->
     check_architecture(RUN, stored, stored.replace(**PHASES))
 
 
-def tokenizer(folder: Path, pieces: list[str], kind: str = "BertWordPieceLowerCase") -> Any:
-    path = folder / f"{len(list(folder.iterdir()))}.txt"
-    path.write_text("\n".join(pieces) + "\n", encoding="utf-8")
-    return build_tokenizer(kind, vocab_file=path)
-
-
 OTHER_PIECES = [
-    ([*PIECES[:7], "dog", "cat"], "2 of its pieces differ, such as 7, 'cat' there and 'dog' here"),
+    ([*PIECES[:2], "dog", "cat"], "2 of its pieces differ, such as 7, 'cat' there and 'dog' here"),
     ([*PIECES, "bird"], "1 of its pieces differ, such as 9, 'no piece' there and 'bird' here"),
-    (PIECES[:8], "1 of its pieces differ, such as 8, 'dog' there and 'no piece' here"),
+    (PIECES[:3], "1 of its pieces differ, such as 8, 'dog' there and 'no piece' here"),
 ]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
     """A folder of weights with their tokenizer."""
-    tokenizer(tmp_path, PIECES).save(tmp_path / "start" / TOKENIZER)
+    tokenizer_of(tmp_path, PIECES).save(tmp_path / "start" / TOKENIZER)
     return tmp_path / "start" / "iter_0000000"
 
 
 def test_a_run_begins_from_weights_of_its_own_pieces_and_roles_alone(start: Path, tmp_path: Path) -> None:
-    ours = tokenizer(tmp_path, PIECES)
+    ours = tokenizer_of(tmp_path, PIECES)
     assert changed_tokenizer(tmp_path / "without" / "iter_0000000", ours) == changed_tokenizer(start, ours) == []
-    (rules,) = changed_tokenizer(start, tokenizer(tmp_path, PIECES, "BertWordPieceCase"))
+    (rules,) = changed_tokenizer(start, tokenizer_of(tmp_path, PIECES, "BertWordPieceCase"))
     assert "(BertWordPieceLowerCase → BertWordPieceCase)" in rules
-    (named,) = changed_tokenizer(start, tokenizer(tmp_path, [*PIECES[:5], "law", *PIECES[6:]]))
+    (named,) = changed_tokenizer(start, tokenizer_of(tmp_path, ["law", *PIECES[1:]]))
     assert "(names for 1 of [unused…])" in named
     ours.mask_id, ours.fingerprint = 5, "another"
     refused("the role mask has another id", changed_tokenizer, start, ours)
@@ -338,7 +319,7 @@ def test_a_run_begins_from_weights_of_its_own_pieces_and_roles_alone(start: Path
 
 @pytest.mark.parametrize(("pieces", "words"), OTHER_PIECES)
 def test_weights_of_other_pieces_are_refused(pieces: list[str], words: str, start: Path, tmp_path: Path) -> None:
-    error = refused(re.escape(words), changed_tokenizer, start, tokenizer(tmp_path, pieces))
+    error = refused(re.escape(words), changed_tokenizer, start, tokenizer_of(tmp_path, pieces))
     assert f"--vocab-file {start.parent / TOKENIZER / 'vocab.txt'}" in str(error)
 
 

@@ -277,12 +277,10 @@ def test_documents_too_short_to_be_read_are_said(parts, tiny_corpus, opened, tmp
 
 SAME = "the same data as {}, so the"
 PARTLY = "1 of its {} input files ({}) is also in {}, so the validation loss is partly"
+WAYS = [(shutil.copyfile, (".bin", ".idx", ".json")), (shutil.copyfile, (".bin", ".idx")), (os.link, (".bin", ".idx"))]
 
 
-@pytest.mark.parametrize(
-    ("copy", "suffixes"),
-    [(shutil.copyfile, (".bin", ".idx", ".json")), (shutil.copyfile, (".bin", ".idx")), (os.link, (".bin", ".idx"))],
-)
+@pytest.mark.parametrize(("copy", "suffixes"), WAYS)
 def test_validation_data_that_are_a_copy_of_training_data_are_said(parts, opened, tmp_path, copy, suffixes):
     copied = tmp_path / "other"
     for suffix in suffixes:

@@ -22,7 +22,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare import command as compare
 from megatron_ddrp.tasks.finetune.runs import TuningRun, predictions_file
 from tests import datasets
-from tests.conftest import SPECIAL_TOKENS
+from tests.conftest import SPECIAL_TOKENS, write_program
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
@@ -232,12 +232,11 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path, run_tool) -> No
     (tmp_path / "pairs" / "order.jsonl").write_text('{"sentence_good": "a b", "sentence_bad": "b a"}\n')
     environment = {"OUT": str(tmp_path / "out"), "GLUE": str(tmp_path / "glue"), "DRY_RUN": "1"}
     environment["PAIRS"] = str(tmp_path / "pairs") if plan.stem in ("measures", "ladder", "fast") else "none"
-    flags = []
+    flags, corpus = [], {"CORPUS": str(text)}
     if plan.stem == "paper":  # takes a dataset that is there
-        flags = ["--data-path", write_dataset(tmp_path), "--vocab-file", write_vocabulary(tmp_path)]
-    else:
-        environment["CORPUS"] = str(text)
-    module, *words = words_of_script(ROOT / "examples" / "compare.sh", environment, tmp_path, str(plan), *flags)
+        flags, corpus = ["--data-path", write_dataset(tmp_path), "--vocab-file", write_vocabulary(tmp_path)], {}
+    script = ROOT / "examples" / "compare.sh"
+    module, *words = words_of_script(script, environment | corpus, tmp_path, str(plan), *flags)
     assert module == "tasks.compare"
     done = run_tool(compare, *words)
     assert done.returncode == 0, done.stderr
@@ -321,12 +320,6 @@ echo 4711
 """
 
 
-def write_program(folder: Path, name: str, script: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n", encoding="utf-8")
-    (folder / name).chmod(0o755)
-
-
 def test_an_array_of_parts_and_its_merge_give_the_files_of_one_run(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     write_program(programs, "sbatch", SBATCH)
@@ -361,17 +354,16 @@ echo "$TRITON_CACHE_DIR $TORCHINDUCTOR_CACHE_DIR ${DS_ENV_FILE:-none}"
 """
 
 
-def launch(name: str, tmp_path: Path, **variables: str) -> list[str]:
+def launch(name: str, tmp_path: Path, **given: str) -> list[str]:
     """Run a recipe whose launcher shows what it was given; return its lines."""
     for program in ("deepspeed", "python"):
         write_program(tmp_path / "bin", program, SHOW)
-    for folder in ("home", "temporary"):
+    for folder in ("home", "tmp"):
         (tmp_path / folder).mkdir()
     (tmp_path / "home" / ".deepspeed_env").write_text("OMP_NUM_THREADS=4\n")
-    variables |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": f"{tmp_path}/home"}
-    variables["TMPDIR"] = f"{tmp_path}/temporary"
+    given |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": f"{tmp_path}/home", "TMPDIR": f"{tmp_path}/tmp"}
     words = ["bash", str(ROOT / "examples" / name)]
-    return subprocess.run(words, env=variables, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    return subprocess.run(words, env=given, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
 
 @pytest.mark.parametrize("name", ["pretrain_ddrp_base_16gpu.sh", "pretrain_ddrp_3.9b_64gpu.sh"])
@@ -381,7 +373,7 @@ def test_caches_on_local_disks_and_the_interface_reach_all_machines(name: str, t
     assert shown.startswith(f"/scratch/triton {local} /")
     caches = {"TRITON_CACHE_DIR=/scratch/triton", f"TORCHINDUCTOR_CACHE_DIR={local}"}
     assert set(sent) == {"GLOO_SOCKET_IFNAME=eth1", "OMP_NUM_THREADS=4", *caches}
-    assert list((tmp_path / "temporary").iterdir()) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_file_of_the_user_stays_and_ranks_of_slurm_write_none(tmp_path: Path) -> None:
@@ -419,7 +411,6 @@ def test_gains_of_an_example_are_means_over_pairs_of_seeds_with_both_intervals(t
     found = np.array([scores["mlm", seed] - scores["theirs", seed] for seed in (1, 2, 3)])
     of_theirs = np.mean([scores["theirs", seed] for seed in (1, 2, 3)])
     assert cells[:4] == ["mlm", "films", f"{of_theirs:.1f}", f"{found.mean():+.1f}"]
-    low, high = (float(each) for each in cells[4].split(" to "))
-    assert [low, high] == pytest.approx(stats.t.interval(0.95, 2, found.mean(), stats.sem(found)), abs=0.051)
-    low, high = (float(each) for each in cells[5].split(" to "))
+    by_seeds, (low, high) = ([float(each) for each in cell.split(" to ")] for cell in cells[4:6])
+    assert by_seeds == pytest.approx(stats.t.interval(0.95, 2, found.mean(), stats.sem(found)), abs=0.051)
     assert low < found.mean() < high and cells[6] == "3"

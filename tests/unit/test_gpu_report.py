@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gpu_device
 import gpu_report
@@ -201,10 +202,7 @@ def test_a_steps_kernels_and_peak_have_their_shares_and_an_arm_without_memory_a_
     assert row["kernel ms"] == 500.0 and row["numbers"] == [1.0, 1.0]
     seconds = row["ms"] * SIZES.micro_batches / 1e3
     assert row["MFU"] == pytest.approx(0.5 / seconds) and row["busy"] == pytest.approx(1 / seconds)
-
-    def large() -> Any:
-        raise torch.OutOfMemoryError("CUDA out of\nmemory")
-
+    large = Mock(side_effect=torch.OutOfMemoryError("CUDA out of\nmemory"))
     assert gpu_training.time_steps({"name": "b"}, large, SIZES)["note"] == "OutOfMemoryError: CUDA out of memory"
 
 

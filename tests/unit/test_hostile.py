@@ -73,20 +73,12 @@ def commands() -> Iterator[Parsed]:
         module = importlib.import_module(command.module)
         subcommands = getattr(module, "SUBCOMMANDS", {})
         for sub, found in subcommands.items():
-            read = partial(_of_subcommand, subcommands, sub)
+            read = partial(lambda own, sub, words: parse_subcommand("All.", own, [sub, *words]), subcommands, sub)
             yield Parsed(f"{name} {sub}", options_of(*found.sections), read)
         if sections := getattr(module, "SECTIONS", ()):
             own = read_arguments if name == "pretrain" else getattr(module, "parse_arguments", None)
-            read = own or partial(_of_sections, sections)
+            read = own or partial(lambda own, words: parse_sections(ArgumentParser(prog="tool"), own, words), sections)
             yield Parsed(name, options_of(*sections), read)
-
-
-def _of_sections(sections: Sequence[Any], words: Sequence[str]) -> Any:
-    return parse_sections(ArgumentParser(prog="command"), sections, words)
-
-
-def _of_subcommand(subcommands: Any, name: str, words: Sequence[str]) -> Any:
-    return parse_subcommand("Commands.", subcommands, [name, *words])
 
 
 def is_within(text: str, kind: type, within: str) -> bool:
@@ -259,13 +251,10 @@ def world(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> 
         (at / "glue" / "CoLA" / f"{part}.tsv").write_text("".join(f"m\t{y}\t\t{x}\n" for x, y in sentences(9, 0)))
     (at / "pairs").mkdir()
     (at / "pairs" / "a.jsonl").write_text(json.dumps({"sentence_good": "red cat", "sentence_bad": "cat red"}) + "\n")
-    plan = {
-        "models": [{"name": "BERT", "encoding": "absolute", "objective": "mlm"}],
-        "seeds": 1,
-        "budget": {"steps": 4},
-        "corpus": {"data_path": [str(tiny_corpus.prefix)], "vocab_file": str(tiny_corpus.vocab_file)},
-        "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
-    }
+    models = [{"name": "BERT", "encoding": "absolute", "objective": "mlm"}]
+    corpus = {"data_path": [str(tiny_corpus.prefix)], "vocab_file": str(tiny_corpus.vocab_file)}
+    plan = {"models": models, "seeds": 1, "budget": {"steps": 4}, "corpus": corpus}
+    plan |= {"model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32}}
     rows = [json.loads(json.dumps(row)) for row in full_rows()]
     sealed = [json.dumps(row | {"crc32": object_sum(row)}) for row in rows]
     (at / "rows.jsonl").write_text("".join(f"{line}\n" for line in sealed))
@@ -312,9 +301,11 @@ def test_an_impossible_path_is_refused(command, name, kind, world, tmp_path, run
     for other, value in BESIDE.get((command.name, name), {}).items():
         known = {"corpus": world.corpus.prefix} | {each: world.folder / each for each in FILES_OF_WORLD}
         words[other] = known.get(value, value)
-    path = hostile(tmp_path / "hostile", kind, Path(str(words.get(name) or name)))
+    path = words[name] = hostile(tmp_path / "hostile", kind, Path(str(words.get(name) or name)))
     before = world.files(tmp_path)
-    program, *given = words_of(command, words | {name: path})
+    given = [words.pop(key) for key in command.options if key in words and command.options[key].rules.get("positional")]
+    given = [word for each in given for word in (each if isinstance(each, tuple) else (each,))]
+    program, *given = [*command.name.split(), *map(str, given), *command_line(words)]
     if program == "pretrain":  # its process group is of a whole process
         result = start_ranks([program, *given], world_size=None, program="megatron_ddrp")
         code, line = result.exit_codes[0], result.stderr[0]
@@ -326,13 +317,3 @@ def test_an_impossible_path_is_refused(command, name, kind, world, tmp_path, run
     assert line.count("\n") == 1 and (": error: " in line or "finding" in line), line
     assert path.name[:40] in line or flag(name) in line or kind == "empty", line
     assert world.files(tmp_path) == before
-
-
-def words_of(command: Parsed, options: dict[str, Any]) -> list[str]:
-    words, flags = command.name.split(), {}
-    for key, value in options.items():
-        if key in command.options and command.options[key].rules.get("positional"):
-            words += map(str, value if isinstance(value, tuple) else (value,))
-        else:
-            flags[key] = value
-    return [*words, *command_line(flags)]

@@ -48,11 +48,8 @@ from tests.refusals import refused
 from tests.unit.model.tiny import packed_batch, tiny_batch, tiny_config
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
-CONFIG = Config().replace(
-    training={"train_iters": 6, "global_batch_size": 2},
-    checkpoint={"save": "run", "save_interval": 4},
-    logging={"log_interval": 1, "eval_interval": 0},
-)
+SHORT = {"training": {"train_iters": 6, "global_batch_size": 2}, "logging": {"log_interval": 1, "eval_interval": 0}}
+CONFIG = Config().replace(checkpoint={"save": "run", "save_interval": 4}, **SHORT)
 EVERY_FOUR = {"log_interval": 4}
 META = torch.device("meta")
 RANKS_OF_META = Ranks(0, 1, META)

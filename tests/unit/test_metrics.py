@@ -11,33 +11,17 @@ import pytest
 import torch
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.run import metrics
 from megatron_ddrp.run.callbacks import TensorBoard
 from megatron_ddrp.run.log import MetricsLog
-from megatron_ddrp.run.metrics import (
-    DAMAGED,
-    METRICS,
-    WINDOW,
-    MetricsFile,
-    PlateauWatch,
-    curve_of,
-    onset,
-    read_rows,
-    smoothed,
-    store_level,
-    stored_gap,
-    stored_level,
-)
+from megatron_ddrp.run.metrics import METRICS, MetricsFile, PlateauWatch, curve_of, onset, read_rows, smoothed
 from megatron_ddrp.tasks.statistics import Score, curves_of, draw_learning_curves
 from tests.refusals import refused, wrong_arguments
 
-BAD_LINES = {
-    "not-json": b'{"iteration": 2, "lo',
-    "no-iteration": b'{"loss": 1.0}',
-    "text": b'{"iteration": 2, "loss": "low"}',
-    "nan": b'{"iteration": 2, "loss": NaN}',
-}
+BAD_LINES = {"not-json": b'{"iteration": 2, "lo', "no-iteration": b'{"loss": 1.0}'}
+BAD_LINES |= {"text": b'{"iteration": 2, "loss": "low"}', "nan": b'{"iteration": 2, "loss": NaN}'}
 LEVEL = 7.0
-STEP = WINDOW // 4
+STEP = metrics.WINDOW // 4
 """Tokens between two rows: the smoothed loss is the mean of four."""
 LOW, HIGH = Score(0.5, 0.4, 0.6), Score(0.7, 0.6, 0.75)
 
@@ -64,9 +48,9 @@ def test_readers_leave_a_damaged_line_out_and_resuming_keeps_it_aside_and_every_
     log = MetricsFile(tmp_path / METRICS, 3, told.append)
     log.write(row(4))
     log.close()
-    assert steps(tmp_path) == [1, 3, 4] and (tmp_path / DAMAGED).read_bytes() == bad + b"\n"
+    assert steps(tmp_path) == [1, 3, 4] and (tmp_path / metrics.DAMAGED).read_bytes() == bad + b"\n"
     file = tmp_path / METRICS
-    assert told == [f"{file}: left out 1 damaged line", f"{file}: moved 1 damaged line to {DAMAGED}"]
+    assert told == [f"{file}: left out 1 damaged line", f"{file}: moved 1 damaged line to {metrics.DAMAGED}"]
     MetricsFile(file, 4, pytest.fail).close()
     assert steps(tmp_path) == [1, 3, 4]
 
@@ -285,11 +269,11 @@ def test_noise_says_nothing(losses, count):
 def test_rows_without_a_masked_lm_loss_and_folders_of_an_earlier_version_have_no_level_and_no_gap(tmp_path):
     rows = [{"iteration": 1, "valid_lm_loss": 3.0}, {"consumed_tokens": 5, "lm_loss": None}, {"consumed_tokens": 7}]
     assert curve_of(rows) == [] and not any(map(PlateauWatch(LEVEL).line, rows))
-    assert stored_level(tmp_path) is stored_gap(tmp_path) is None
-    store_level(tmp_path, 6.5)
-    assert (stored_level(tmp_path), stored_gap(tmp_path)) == (6.5, None)
-    store_level(tmp_path, 6.5, -0.01)
-    assert (stored_level(tmp_path), stored_gap(tmp_path)) == (6.5, -0.01)
+    assert metrics.stored_level(tmp_path) is metrics.stored_gap(tmp_path) is None
+    metrics.store_level(tmp_path, 6.5)
+    assert (metrics.stored_level(tmp_path), metrics.stored_gap(tmp_path)) == (6.5, None)
+    metrics.store_level(tmp_path, 6.5, -0.01)
+    assert (metrics.stored_level(tmp_path), metrics.stored_gap(tmp_path)) == (6.5, -0.01)
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), None])

@@ -45,9 +45,8 @@ import pytest
 from scipy import stats
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = dict.fromkeys(("lab/results.md", "lab/plateau.md", "lab/plateau-arms.md", "laptop.md"), "") | {
-    "lab/results-tables.md": "## What the tables show"
-}
+PAGES = dict.fromkeys(("lab/results.md", "lab/plateau.md", "lab/plateau-arms.md", "laptop.md"), "")
+PAGES |= {"lab/results-tables.md": "## What the tables show"}
 """Page → heading where its results begin; empty for a page that is checked as a whole."""
 Row = dict[str, Any]
 ROWS: dict[str, list[Row]] = {

@@ -70,9 +70,6 @@ class TestAttention:
         close(context, mat([2], [2], [15], [15], [0])[None])
 
 
-HEAD, ORTHOGONAL = mat([1, 2], [3, 4]), mat([4, 3], [-2, -1])
-
-
 class TestMth:
     def test_tcd_is_the_mean_over_pairs_of_the_sampled_tokens(self) -> None:
         four = mat([1, 0], [99, 7], [2, 0], [0, 5])  # cosines 1, 0, 0; token 1 is not sampled
@@ -85,8 +82,9 @@ class TestMth:
         close(objectives.tcd(poles, [0, 1, 2, 3], power=2), 1.0)  # a square knows no sign
 
     def test_hcd_of_identical_heads_is_one_and_of_orthogonal_heads_zero(self) -> None:
-        for other, expected in ((5 * HEAD, 1.0), (ORTHOGONAL, 0.0)):
-            close(objectives.hcd([torch.stack([HEAD, other])], [[0, 1]], [True, True]), expected)
+        head = mat([1, 2], [3, 4])
+        for other, expected in ((5 * head, 1.0), (mat([4, 3], [-2, -1]), 0.0)):
+            close(objectives.hcd([torch.stack([head, other])], [[0, 1]], [True, True]), expected)
 
     def test_hcd_takes_the_sampled_heads_of_each_layer_and_the_mean_over_layers(self) -> None:
         a, b = mat([1, 0], [0, 0]), mat([0, 0], [0, 1])
@@ -100,9 +98,6 @@ class TestMth:
         b = mat([4, -garbage, 3], [garbage, garbage, 1], [-2, 5, -1])
         close(objectives.flatten_head(a, [True, False, True]), vec(1, 2, 3, 4))
         close(objectives.hcd([torch.stack([a, b])], [[0, 1]], [True, False, True]), 0.0)
-
-
-UNTIED = {"norm.weight": mat([1, 1])[0], "norm.bias": mat([0, 0])[0]}
 
 
 class TestTupe:
@@ -119,7 +114,8 @@ class TestTupe:
 
     def test_position_term_by_hand(self) -> None:
         """LayerNorm of a pair (a > b) is (1, -1), of (a < b) (-1, 1); U^Q weighs both, U^K adds a bias."""
-        params = UNTIED | {"table": mat([9, 5], [2, 4], [7, 6], [1, 8])}  # p: (1,-1), (-1,1), (1,-1), (-1,1)
+        params = {"table": mat([9, 5], [2, 4], [7, 6], [1, 8])}  # p: (1,-1), (-1,1), (1,-1), (-1,1)
+        params |= {"norm.weight": mat([1, 1])[0], "norm.bias": mat([0, 0])[0]}
         params |= {"query.weight": mat([3, 0], [0, 5]), "query.bias": mat([0, 0])[0]}
         params |= {"key.weight": mat([1, 0], [0, 1]), "key.bias": mat([10, 0])[0]}
         # asking rows: (3,-5), (-3,5), (3,-5), (-3,5); asked rows: (11,-1), (9,1), (11,-1), (9,1)
@@ -127,15 +123,11 @@ class TestTupe:
         expected = mat([theta1, theta1, theta1], [theta2, 33 + 5, 27 - 5], [theta2, -33 - 5, -27 + 5])
         close(positions.tupe_position_term(params, [0, 1, 2], 1, eps=0.0), expected[None] / math.sqrt(2 * 2))
 
-    @staticmethod
-    def params(rows: int = 8, width: int = 4) -> dict[str, Tensor]:
-        shapes: dict[str, tuple[int, ...]] = {"table": (rows, width), "norm.weight": (width,), "norm.bias": (width,)}
-        shapes |= {"query.weight": (width, width), "query.bias": (width,)}
-        shapes |= {"key.weight": (width, width), "key.bias": (width,), "buckets": (33, 2)}
-        return {name: seeded(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
-
     def test_both_terms_have_the_scale_of_two_and_the_bias_is_added_unscaled(self) -> None:
-        (query, key), params, places = pair(2, 3, 2), self.params(), [0, 1, 2]
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("norm.weight", "norm.bias", "query.bias", "key.bias"), (4,))
+        shapes |= {"table": (8, 4), "query.weight": (4, 4), "key.weight": (4, 4), "buckets": (33, 2)}
+        params = {name: seeded(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+        (query, key), places = pair(2, 3, 2), [0, 1, 2]
         with_bias = positions.tupe_scores(query, key, params, places)
         buckets = params.pop("buckets")
         without = positions.tupe_scores(query, key, params, places)
@@ -179,7 +171,13 @@ class TestDeberta:
 
     def test_the_decoder_is_the_last_layer_twice_asked_by_places(self) -> None:
         """In torch's words, one head, two documents and a padded place: post norm, no shortcut taken."""
-        params, hidden, absolute = layer_params(), seeded(6, 4), seeded(3, 4, seed=1)
+        shapes = dict.fromkeys(("query", "key", "value", "attention_output"), (4, 4))
+        shapes |= {"ffn_in": (6, 4), "ffn_out": (4, 6)}
+        params = {f"{name}.weight": seeded(*shape, seed=10 + i) for i, (name, shape) in enumerate(shapes.items())}
+        params |= {f"{name}.bias": seeded(shape[0], seed=30 + i) for i, (name, shape) in enumerate(shapes.items())}
+        for i, name in enumerate(("attention_norm", "ffn_norm")):
+            params |= {f"{name}.weight": seeded(4, seed=50 + i), f"{name}.bias": seeded(4, seed=60 + i)}
+        hidden, absolute = seeded(6, 4), seeded(3, 4, seed=1)
         documents, places = [1, 1, 1, 2, 2, 0], [0, 1, 2, 0, 1, 0]
         layer = hidden, absolute, params, positions.absolute_scores
         got = positions.enhanced_mask_decoder(*layer, documents, places, [1, 4], 1, 1e-5)
@@ -199,14 +197,3 @@ class TestDeberta:
             inner = torch.nn.functional.gelu(linear("ffn_in", asking))
             asking = norm("ffn_norm", asking + linear("ffn_out", inner))
         close(got, asking[[1, 4]])
-
-
-def layer_params(width: int = 4, inner: int = 6) -> dict[str, Tensor]:
-    shapes = dict.fromkeys(("query", "key", "value", "attention_output"), (width, width))
-    shapes |= {"ffn_in": (inner, width), "ffn_out": (width, inner)}
-    params: dict[str, Tensor] = {}
-    for seed, (name, shape) in enumerate(shapes.items()):
-        params |= {f"{name}.weight": seeded(*shape, seed=10 + seed), f"{name}.bias": seeded(shape[0], seed=30 + seed)}
-    for seed, name in enumerate(("attention_norm", "ffn_norm")):
-        params |= {f"{name}.weight": seeded(width, seed=50 + seed), f"{name}.bias": seeded(width, seed=60 + seed)}
-    return params

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import pytest
 
+from megatron_ddrp import foreign
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, encoding_class, load_plugin, objective_class
 from megatron_ddrp.config.reading import Place, load_values, option, read_section, refuse
@@ -17,17 +18,7 @@ from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.data.atomic import file_fault
 from megatron_ddrp.data.dataset.dataset_index import file_size
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import (
-    LARGEST_YAML,
-    Name,
-    misfit,
-    parse_json,
-    parse_yaml,
-    read_bytes,
-    read_object,
-    reading,
-    stand_in,
-)
+from megatron_ddrp.foreign import LARGEST_YAML, Name, misfit, parse_json, parse_yaml, read_bytes, read_object, reading
 from tests.changed import imports_of
 from tests.refusals import refused, wrong_arguments
 from tests.sources import Trees
@@ -261,7 +252,7 @@ def test_a_pointer_of_git_lfs_is_named_by_every_reader(tmp_path: Path, end: str)
         refused(f"^{file}: a pointer of Git LFS in place of the file: run git lfs install", read, file)
     with pytest.raises(ValueError, match="^a pointer of Git LFS"):
         parse_json(file.read_bytes())
-    assert not stand_in(f"{POINTER}\nThis is how a pointer begins.")
+    assert not foreign.stand_in(f"{POINTER}\nThis is how a pointer begins.")
 
 
 class Panic(BaseException):

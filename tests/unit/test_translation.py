@@ -13,20 +13,9 @@ import pytest
 
 from megatron_ddrp import memory
 from megatron_ddrp.arguments import Arguments, build_parser, parse_arguments
-from megatron_ddrp.config import Config, ParallelConfig
+from megatron_ddrp.config import Config, ParallelConfig, translation
 from megatron_ddrp.config.reading import Place
-from megatron_ddrp.config.translation import (
-    BY_VALUE,
-    KNOWN,
-    REMEDIES,
-    RENAMED,
-    RULES,
-    SUPPORTED,
-    THEIR_DEFAULTS,
-    TOP_LEVEL,
-    WITHOUT_EFFECT,
-    translate,
-)
+from megatron_ddrp.config.translation import BY_VALUE, KNOWN, REMEDIES, RENAMED, RULES, SUPPORTED, translate
 from megatron_ddrp.engine import layout as deepspeed_file
 from megatron_ddrp.engine.build import deepspeed_settings
 from megatron_ddrp.engine.layout import LOWEST_DEEPSPEED, Setup, import_quietly, offload_device, read_settings
@@ -195,10 +184,10 @@ def test_the_tables_hold_each_flag_once_and_none_of_ours() -> None:
     read_by_value = {name.rstrip("=") for name, by_value in BY_VALUE.items() if by_value.otherwise is None}
     assert set(KNOWN) & own == read_by_value and not set(REMEDIES) & own
     assert set(REMEDIES) & set(KNOWN) == {"train-samples", "lr-decay-samples", "lr-warmup-samples"}
-    names = [*" ".join(WITHOUT_EFFECT.values()).split(), *RENAMED, *BY_VALUE, *RULES]
+    names = [*" ".join(translation.WITHOUT_EFFECT.values()).split(), *RENAMED, *BY_VALUE, *RULES]
     assert len({name.rstrip("=") for name in names}) == len(names) == len(KNOWN)
     ours = {name: value for concern in Config().to_dict().values() for name, value in concern.items()}
-    assert all(ours[name] != theirs for name, theirs in THEIR_DEFAULTS.items())
+    assert all(ours[name] != theirs for name, theirs in translation.THEIR_DEFAULTS.items())
 
 
 @pytest.mark.parametrize("name", sorted(set(REMEDIES) - set(KNOWN)))
@@ -251,6 +240,7 @@ def read_file(folder: Path, text: str, zero_stage: int = 1, device_type: str = "
 
 ZERO = '{"zero_optimization": {%s}}'
 OFFLOAD = ZERO % '"offload_optimizer": {"device": "cpu"}'
+WHOLE = "json: fp16: fp16.min_loss_scale must be > 0 when dynamic loss scaling is enabled (loss_scale=0); change it"
 UNKNOWN = [
     ('{"zero_optimisation": {"stage": 2}}', "no setting zero_optimisation; did you mean zero_optimization?"),
     (ZERO % '"offload_optimizer": {"devise": "cpu"}', "did you mean zero_optimization.offload_optimizer.device?"),
@@ -265,10 +255,7 @@ UNKNOWN = [
     ('{"zero_optimization": 3}', "zero_optimization is 3: expected a JSON object"),
     (ZERO % '"offload_param": {"device": "cpu"}', "offload_param needs --zero-stage 3"),
     (ZERO % '"zenflow": {"topk_ratio": 0.1}', "zero_optimization.zenflow: it needs DeepSpeed's"),
-    (
-        '{"fp16": {"enabled": true, "min_loss_scale": 0}}',  # a fault of a whole section
-        "json: fp16: fp16.min_loss_scale must be > 0 when dynamic loss scaling is enabled (loss_scale=0); change it",
-    ),
+    ('{"fp16": {"enabled": true, "min_loss_scale": 0}}', WHOLE),
     ("[" * 100_000, "cannot be read"),
     ("[1]", "expected a JSON object"),
 ]
@@ -307,15 +294,11 @@ def test_values_with_which_no_run_works_are_refused_with_their_reasons(tmp_path:
         wrong_arguments(re.escape(words), read_file, tmp_path, json.dumps(content))
 
 
+PREDIVIDED = "gradient_predivide_factor and prescale_gradients need"
 QUANTIZED = '"stage": 3, "zero_quantized_weights": true, "zero_quantized_gradients": false'
 DEPENDS = [
-    ('{"gradient_predivide_factor": 2.0}', (1,), (2,), "gradient_predivide_factor and prescale_gradients need"),
-    (
-        '{"prescale_gradients": true}',
-        (1,),
-        (3,),
-        "gradient_predivide_factor and prescale_gradients need --zero-stage 0",
-    ),
+    ('{"gradient_predivide_factor": 2.0}', (1,), (2,), PREDIVIDED),
+    ('{"prescale_gradients": true}', (1,), (3,), f"{PREDIVIDED} --zero-stage 0"),
     (ZERO % QUANTIZED, (3, "cuda"), (3, "cpu"), "zero_quantized_weights is True: its kernels need a GPU"),
     (OFFLOAD, (1,), (0,), "offload_optimizer needs --zero-stage 1 or 2 or 3, not 0"),
 ]
@@ -389,7 +372,7 @@ def test_every_key_that_deepspeed_asks_for_is_known_here() -> None:
     assert copy.copy(asked) is asked
     DeepSpeedConfig(asked)
     assert len(Asked.names) > 40
-    assert Asked.names - set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) - {"bfloat16"} == set(TOP_LEVEL)
+    assert Asked.names - set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) - {"bfloat16"} == set(translation.TOP_LEVEL)
 
 
 def test_numbers_that_are_said_to_be_deepspeeds_defaults_are_those() -> None:

@@ -35,8 +35,6 @@ SIZES = {
     **{"intermediate_size": 48, "max_position_embeddings": SEQ_LENGTH, "hidden_dropout_prob": 0.0, "pad_token_id": 0},
 }
 DEBERTA = {"relative_attention": True, "position_biased_input": False, "pos_att_type": "c2p|p2c"}
-ROOM = 8 << 30
-"""Bytes that a reader may add to the address space before it counts as having believed an absurd size."""
 
 
 def write_checkpoint(folder, tokenizer, objective="mth", **model_settings):
@@ -73,6 +71,11 @@ def set_keys(**values):
 def stored(change):
     """Return a function of a folder that stores `change(tensors)` in place of its tensors."""
     return lambda folder, _=None: save_file(change(load_file(folder / SAFE)), folder / SAFE)
+
+
+def put(name, tensor):
+    """Return a function of a folder that stores a tensor under a name."""
+    return stored(lambda tensors: tensors | {name: tensor})
 
 
 def seal_again(weights):
@@ -213,11 +216,11 @@ READERS = {"convert": import_and_forget, "glue": load_encoder}
 
 @pytest.fixture
 def little_room():
-    """Less address space than an absurd size wants."""
+    """Less address space than an absurd size wants: a reader may add 8 GiB."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as stream:
         used = int(stream.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 30), before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
 

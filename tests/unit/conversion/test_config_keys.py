@@ -1,7 +1,6 @@
 """Every key of config.json that transformers reads, family by family: what becomes of it, and whether that is so.
 
-docs/huggingface.md has a row for each fate. RoBERTa, XLM-R and CamemBERT count positions from the id of padding: it is
-the padding of the tokenizer alone.
+RoBERTa, XLM-R and CamemBERT count positions from the id of padding: it is the padding of the tokenizer alone.
 """
 
 import dataclasses
@@ -58,30 +57,22 @@ FATES = (
 )
 
 
-def keys_of(name):
-    """The keys that transformers reads from a family's config.json: fields of its class, and names in its code."""
-    config_class = CONFIG_MAPPING[name]
+@pytest.mark.parametrize("name", THEIRS)
+def test_every_key_of_transformers_has_a_fate_and_stands_in_its_row_of_the_page(tmp_path, name):
+    """The keys are the fields of transformers' class and the names in its code; the family's tables tell their fate."""
+    family, config_class = THEIRS[name], CONFIG_MAPPING[name]
     modules = [config_class.__module__, config_class.__module__.replace("configuration_", "modeling_")]
     code = "\n".join(inspect.getsource(importlib.import_module(module)) for module in modules)
     patterns = (r"\bconfig\.([a-z]\w*)\b(?!\()", r'attr\((?:self\.)?config, "(\w+)"', r'kwargs\.(?:get|pop)\("(\w+)"')
     found = {key for pattern in patterns for key in re.findall(pattern, code)}
-    return found | {field.name for field in dataclasses.fields(config_class)}
-
-
-def fates(name, tmp_path):
-    """Key → what becomes of it in a family, by the family's tables; None for a key that nothing accounts for."""
-    family = THEIRS[name]
-    config, tokenizer = example(Case(family, next(iter(family.head_modules))), tmp_path / name)
+    found |= {field.name for field in dataclasses.fields(config_class)}
+    config, tokenizer = example(Case(family, next(iter(family.head_modules))), tmp_path)
     written = family.folder_settings(config, "masked-lm", tokenizer).keys() | {"dtype"}
     limited = {*SHARED_FOLLOWED, *family.followed, *family.defaults, *BY_METHODS.get(name, ())}
     places = (family.sizes, limited, family.head_keys, written, WITH_HEADS, WITHOUT_EFFECT)
-    known = keys_of(name) | SHARED_FOLLOWED.keys() | family.followed.keys()
-    return {key: next((f for f, keys in zip(FATES, places, strict=True) if key in keys), None) for key in known}
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_every_key_of_transformers_has_a_fate_and_stands_in_its_row_of_the_page(tmp_path, name):
-    assert [key for key, fate in fates(name, tmp_path).items() if f"`{key}`" not in ROWS.get(fate, "")] == []
+    known = found | SHARED_FOLLOWED.keys() | family.followed.keys()
+    fates = {key: next((f for f, keys in zip(FATES, places, strict=True) if key in keys), None) for key in known}
+    assert [key for key, fate in fates.items() if f"`{key}`" not in ROWS.get(fate, "")] == []
 
 
 REQUIRED = {"deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}}
@@ -113,20 +104,17 @@ def test_absent_keys_of_our_exports_mean_the_same_in_their_code_and_here():
     assert keys.keys() - DEFAULTS.keys() == {"absolute_embedding"}, "its default depends on the encoding"
 
 
-HEADS = {
-    **{"classifier_dropout": 0.25, "classifier_pooling": "mean", "initializer_cutoff_factor": 1.5},
-    **{"sparse_prediction": True, "sparse_pred_ignore_index": -7, "deterministic_flash_attn": True},
-    **{"summary_type": "mean", "summary_use_proj": False, "summary_proj_to_labels": True},
-    **{"summary_activation": "tanh", "summary_first_dropout": 0.5, "summary_last_dropout": 0},
-    **{"pooler_hidden_act": "tanh", "pooler_hidden_size": 32, "pooler_dropout": 0.5, "cls_dropout": 0.25},
-}
-"""Another value than the default for every key of heads."""
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_settings_of_heads_come_back(tmp_path, offline, monkeypatch, name):
+    not_defaults = {
+        **{"classifier_dropout": 0.25, "classifier_pooling": "mean", "initializer_cutoff_factor": 1.5},
+        **{"sparse_prediction": True, "sparse_pred_ignore_index": -7, "deterministic_flash_attn": True},
+        **{"summary_type": "mean", "summary_use_proj": False, "summary_proj_to_labels": True},
+        **{"summary_activation": "tanh", "summary_first_dropout": 0.5, "summary_last_dropout": 0},
+        **{"pooler_hidden_act": "tanh", "pooler_hidden_size": 32, "pooler_dropout": 0.5, "cls_dropout": 0.25},
+    }
     family = FAMILIES[name]
-    kept = {key: HEADS[key] for key in family.head_keys}
+    kept = {key: not_defaults[key] for key in family.head_keys}
     if family.has_code:
         export_checkpoint(write_run(Case(family, "masked-lm"), tmp_path / "run"), tmp_path / "hf")
         (tmp_path / "hf" / SUMS).unlink()

@@ -8,6 +8,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from megatron_ddrp.model import count_parameters
 from megatron_ddrp.model.stages import Draws, Inputs, layout_of
 from tests.refusals import refused, wrong_arguments
 from tests.unit.conversion import conftest
-from tests.unit.conversion.conftest import change_json, encoded, padded_pair_batch, write_checkpoint
+from tests.unit.conversion.conftest import change_json, encoded, padded_pair_batch, stored, write_checkpoint
 from tests.unit.conversion.tokenizers_of_families import FAIRSEQ, byte_level
 
 pytestmark = pytest.mark.usefixtures("few_probes")
@@ -63,9 +64,7 @@ def test_states_and_logits_are_equal_in_both_directions(tmp_path, offline, folde
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_model_leaves_as_its_family_and_the_printed_flags_are_it_and_its_objective(
-    tmp_path, offline, folders, capsys, case
-):
+def test_a_model_leaves_as_its_family_and_the_printed_flags_are_its_own(tmp_path, offline, folders, capsys, case):
     config, tokenizer = example(case, tmp_path)
     for named in (None, case.family.model_type):
         assert leaving_family(config, case.head, tokenizer, named) is case.family
@@ -107,13 +106,6 @@ def test_a_bert_in_a_causal_phase_is_transformers_decoder_with_its_loss_and_grad
         torch.testing.assert_close(gradient[: len(wanted)], wanted, rtol=1e-7, atol=1e-9)
 
 
-OLD_KEYS = {
-    **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-    **{"intermediate_size": "n_inner", "max_position_embeddings": "n_positions"},
-    **{"layer_norm_eps": "layer_norm_epsilon", "rope_theta": "rotary_emb_base"},
-}
-
-
 def test_a_nomic_bert_as_it_was_released(tmp_path, offline):
     """GPT-2's names of sizes, one matrix for query, key and value, no biases in the head; it names code."""
     theirs, tokenizer = conftest.write_theirs("nomic_bert", tmp_path / "hf", rope_parameters=..., layer_norm_eps=0.01)
@@ -123,8 +115,13 @@ def test_a_nomic_bert_as_it_was_released(tmp_path, offline):
     for name in ("encoder.layers.0.attn.Wqkv.weight", "encoder.layers.1.mlp.fc11.weight", "emb_ln.bias"):
         assert any(stored.endswith(name) for stored in tensors), name
     save_file({name.replace("nomic_bert.", "bert."): tensor for name, tensor in tensors.items()}, file)
+    old_keys = {
+        **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        **{"intermediate_size": "n_inner", "max_position_embeddings": "n_positions"},
+        **{"layer_norm_eps": "layer_norm_epsilon", "rope_theta": "rotary_emb_base"},
+    }
     theirs.cls.predictions.transform.dense.bias.data.zero_(), theirs.cls.predictions.decoder.bias.data.zero_()
-    values = {OLD_KEYS.get(key, key): value for key, value in json.loads(config.read_text()).items()}
+    values = {old_keys.get(key, key): value for key, value in json.loads(config.read_text()).items()}
     code = {"auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"}}
     config.write_text(json.dumps(values | code | {"activation_function": "swiglu", "qkv_proj_bias": False}))
     imported = import_folder(tmp_path / "hf", tmp_path / "start")
@@ -274,14 +271,11 @@ def test_a_hub_name_is_downloaded_or_told_how(tmp_path, offline, folders, monkey
         (tmp_path / "snapshot" / "model.safetensors").unlink(missing_ok=len(asked) == 1)
         return str(tmp_path / "snapshot")
 
-    def fail(name, allow_patterns):
-        raise OSError("no network\nand more")
-
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert local_folder(Path("google/bert")) == tmp_path / "snapshot"
     assert [("model.safetensors" in patterns) for _, patterns in asked] == [True, False]
     assert all(name == "google/bert" and not any("py" in p.split(".")[-1:] for p in ps) for name, ps in asked)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=OSError("no network\nand more")))
     told = r"\(no network\).*`hf download google/bert --local-dir DIR`"
     refused(told, import_folder, Path("google/bert"), tmp_path / "start")
     refused("config.json: No such file", import_folder, tmp_path / "missing", tmp_path / "start")
@@ -397,10 +391,6 @@ def with_detector(weights):
     return weights | {name: torch.randn(shape) for name, shape in DETECTOR.items()}
 
 
-def without_masked_lm(weights):
-    return {name: tensor for name, tensor in with_detector(weights).items() if not name.startswith("lm_predictions.")}
-
-
 def test_a_part_that_is_not_built_here_is_named():
     """tests/unit/conversion/test_config_keys.py refuses the keys of all families; here are the words for a user."""
     for name, changes, words in (
@@ -466,7 +456,9 @@ def test_both_names_of_the_masked_lm_head(folders, tmp_path):
 def test_a_discriminator_resumes_under_replaced_token_detection_alone_or_beside_its_generator(folders, tmp_path):
     """The difference of the two word embeddings is E_Δ; the generator has half of the layers."""
     source, theirs = folders(DEBERTA_V2).hf, folders(DEBERTA_V2).models[0]
-    read = import_folder(rewrite(source, tmp_path / "d", without_masked_lm), tmp_path / "start")
+    rewrite(source, tmp_path / "d", with_detector)
+    stored(lambda tensors: {n: t for n, t in tensors.items() if not n.startswith("lm_predictions.")})(tmp_path / "d")
+    read = import_folder(tmp_path / "d", tmp_path / "start")
     assert read.objective.objective == "rtd" and "--objective rtd" in read.summary()
     drawn = ["generator (drawn anew; the folder has none)", "difference of the embeddings (0; the folder has none)"]
     model, words = load_model(tmp_path / "start")[0], theirs.deberta.embeddings.word_embeddings.weight

@@ -15,7 +15,7 @@ from megatron_ddrp.conversion.from_huggingface import check_rows, import_folder,
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.text_encoder import load_encoder
 from tests.refusals import refused
-from tests.unit.conversion.conftest import READERS, SAFE, change_json, set_keys, stored, write_folder
+from tests.unit.conversion.conftest import READERS, SAFE, change_json, put, set_keys, stored, write_folder
 from tests.unit.conversion.tokenizers_of_families import small_byte_level
 
 
@@ -88,16 +88,11 @@ class Malicious:
         return open, (str(self.marker), "w")
 
 
+BIAS, DECODER = "cls.predictions.bias", "cls.predictions.decoder.weight"
 REFUSED = {
     "code": (set_keys(model_type="megatron_ddrp"), "config.json: layernorm_position is missing"),
-    "NaN": (
-        stored(lambda tensors: tensors | {"cls.predictions.bias": torch.full((20,), torch.nan)}),
-        "cls.predictions.bias contains a value that is not a finite number",
-    ),
-    "another output matrix": (
-        stored(lambda tensors: tensors | {"cls.predictions.decoder.weight": torch.zeros(20, 32)}),
-        "output matrix differs from its word embedding",
-    ),
+    "NaN": (put(BIAS, torch.full((20,), torch.nan)), f"{BIAS} contains a value that is not a finite number"),
+    "another output matrix": (put(DECODER, torch.zeros(20, 32)), "output matrix differs from its word embedding"),
     "no segments": (
         stored(lambda tensors: {name.replace("token_type_", "token_typo_"): t for name, t in tensors.items()}),
         "type_vocab_size 2, and the weights embed 0 segments",
@@ -141,9 +136,6 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     refused("not an untrained import", import_folder, hf, run, overwrite=True)
 
 
-AUTO_MAP = {"AutoConfig": "evil.EvilConfig", "AutoModel": "evil.EvilModel"}
-
-
 @pytest.fixture
 def marker(tmp_path, monkeypatch):
     """The file that evil code leaves; `y` answers every question."""
@@ -162,9 +154,10 @@ def export(export_of, offline, marker):
 
 @pytest.mark.parametrize("reader", READERS)
 def test_folders_with_code_are_refused(export, marker, reader):
+    auto_map = {"AutoConfig": "evil.EvilConfig", "AutoModel": "evil.EvilModel"}
     for file, changes in (
-        ("config.json", {"model_type": "evil", "auto_map": AUTO_MAP}),
-        ("config.json", {"auto_map": AUTO_MAP}),
+        ("config.json", {"model_type": "evil", "auto_map": auto_map}),
+        ("config.json", {"auto_map": auto_map}),
         ("config.json", {"attn_implementation": "somebody/kernel"}),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}),
     ):
@@ -211,17 +204,15 @@ def test_a_pickle_is_refused_without_advice_to_load_it_unsafely(export, marker, 
     assert not marker.exists()
 
 
-ABSURD = [
-    {"hidden_size": 10**12}, {"hidden_size": 2**20}, {"hidden_size": "abc"}, {"hidden_size": 0},
-    {"num_hidden_layers": 10**9}, {"num_hidden_layers": 200}, {"num_attention_heads": 7}, {"intermediate_size": 2**21},
-    {"vocab_size": 10**12}, {"vocab_size": 2**21, "hidden_size": 2**21}, {"max_position_embeddings": 2**22},
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("reader", READERS)
 def test_absurd_sizes_are_refused_before_anything_is_allocated(export, little_room, reader):
     before = (export / "config.json").read_text()
-    for changes in ABSURD:
+    for changes in (
+        *({"hidden_size": size} for size in (10**12, 2**20, "abc", 0)),
+        *({"num_hidden_layers": 10**9}, {"num_hidden_layers": 200}, {"num_attention_heads": 7}),
+        *({"intermediate_size": 2**21}, {"max_position_embeddings": 2**22}),
+        *({"vocab_size": 10**12}, {"vocab_size": 2**21, "hidden_size": 2**21}),
+    ):
         (export / "config.json").write_text(before)
         change_json(export / "config.json", **changes)
         refused(re.escape(str(export)), READERS[reader], export)

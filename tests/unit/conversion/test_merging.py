@@ -16,7 +16,7 @@ from megatron_ddrp.conversion.merging import Mean
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from tests.refusals import refused, wrong_arguments
 from tests.unit.conversion import conftest
-from tests.unit.conversion.conftest import SAFE, set_keys, stored, write_checkpoint, write_folder
+from tests.unit.conversion.conftest import SAFE, put, set_keys, stored, write_checkpoint, write_folder
 
 pytestmark = pytest.mark.usefixtures("few_probes")
 WEIGHTS = (1.0, 0.3, 2.5)
@@ -38,21 +38,15 @@ def twin(files, weights=WEIGHTS):
     return means
 
 
-@pytest.fixture
-def three(tmp_path, tokenizer):
-    """Folders of three runs whose checkpoints have other numbers."""
-    folders = [tmp_path / name for name in "abc"]
-    for seed, folder in enumerate(folders):
-        path = write_checkpoint(folder, tokenizer, position_encoding="absolute") / checkpoint.tag(3)
-        save_file(shaken(load_file(path / SAFE), seed), path / SAFE)
-        conftest.seal_again(path / SAFE)
-    return folders
-
-
-def test_the_mean_of_checkpoints(tmp_path, three, monkeypatch, capsys):
+def test_the_mean_of_checkpoints(tmp_path, tokenizer, monkeypatch, capsys):
     def merge(*words):
         command.main([*map(str, words)])
 
+    three = [tmp_path / name for name in "abc"]
+    for seed, folder in enumerate(three):
+        path = write_checkpoint(folder, tokenizer, position_encoding="absolute") / checkpoint.tag(3)
+        save_file(shaken(load_file(path / SAFE), seed), path / SAFE)
+        conftest.seal_again(path / SAFE)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     merge("--load", *three[:2], three[2] / "iter_0000003", "--weights", *WEIGHTS, "--output", tmp_path / "mean")
     path, expected = tmp_path / "mean" / "iter_0000000", twin([folder / "iter_0000003" / SAFE for folder in three])
@@ -109,10 +103,6 @@ def test_shards_and_lower_precisions_have_an_fp32_mean(tmp_path, vocab):
     import_folder(tmp_path / "mean", tmp_path / "start")
 
 
-def with_bias(bias):
-    return stored(lambda tensors: tensors | {"cls.predictions.bias": bias})
-
-
 def use_other_vocabulary(folder):
     conftest.wordpiece(folder / "vocab.txt", [*conftest.BERT_SPECIALS, *reversed(conftest.WORDS)])
 
@@ -122,13 +112,13 @@ def add_dense(folder):
     save_file({"w": torch.ones(2)}, folder / "2_Dense" / SAFE)
 
 
-PLACES = "bert.embeddings.position_ids"
+PLACES, BIAS = "bert.embeddings.position_ids", "cls.predictions.bias"
 REFUSED = [
     (set_keys(layer_norm_eps=0.1), r"another architecture \(layer_norm_eps\) than"),
     (stored(lambda tensors: dict([*tensors.items()][3:])), "of another architecture: bert"),
-    (with_bias(torch.ones(7)), "another architecture: cls.pred"),
-    (with_bias(torch.full((20,), torch.inf)), "bias contains a value that is not a finite number"),
-    (stored(lambda tensors: tensors | {PLACES: torch.arange(5) + 1}), "position_ids holds other whole numbers"),
+    (put(BIAS, torch.ones(7)), "another architecture: cls.pred"),
+    (put(BIAS, torch.full((20,), torch.inf)), "bias contains a value that is not a finite number"),
+    (put(PLACES, torch.arange(5) + 1), "position_ids holds other whole numbers"),
     (use_other_vocabulary, "another vocabulary than"),
     (add_dense, "2_Dense has weights of its own"),
     (lambda folder: (folder / SAFE).rename(folder / "pytorch_model.bin"), "no model.safetensors"),
@@ -140,7 +130,7 @@ REFUSED = [
 def test_what_has_no_mean_is_refused(tmp_path, tokenizer, vocab):
     write_checkpoint(tmp_path / "run", tokenizer)
     write_folder(tmp_path / "one", vocab, "BertForMaskedLM")
-    stored(lambda tensors: tensors | {PLACES: torch.arange(5)})(tmp_path / "one")
+    put(PLACES, torch.arange(5))(tmp_path / "one")
     for number, (change, line) in enumerate(REFUSED):
         two = tmp_path / f"two{number}"
         shutil.copytree(tmp_path / ("one" if change else "run"), two)

@@ -1,7 +1,4 @@
-"""The code of an exported folder: it runs where megatron_ddrp cannot be imported, a plug-in's encoding included.
-
-Then its heads for fine-tuning: new ones, their losses, and training under transformers' Trainer.
-"""
+"""The code of an exported folder runs where megatron_ddrp cannot be imported, with plug-ins and heads to fine-tune."""
 
 import dataclasses
 import functools

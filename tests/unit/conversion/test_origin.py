@@ -1,7 +1,4 @@
-"""An export is what its origin was: a sentence encoder's modules, its base model, its licence and its head.
-
-Its model card: metadata that the hub reads, facts of the run, and nothing private.
-"""
+"""An export has the modules, licence and head of its origin, and a card with facts of the run and nothing private."""
 
 import getpass
 import json
@@ -151,35 +148,24 @@ def test_a_licence_that_no_card_states_is_none(tmp_path, card):
 
 
 @pytest.mark.parametrize(
-    ("has_head", "iteration", "losses", "is_offered"),
+    ("head", "step", "losses", "offered"),
     [(True, 0, {}, True), (False, 0, {}, False), (False, 3, {}, False)]
     + [(False, 3, {"lm_loss": loss}, offered) for loss, offered in ((6.9, True), (7.0, False))]
     + [(False, 3, {"lm_loss": 6.0, "valid_lm_loss": 7.5}, False)],
 )
-def test_fill_mask_is_offered_only_if_the_head_was_trained(
-    tmp_path, hf, vocab, unchecked, has_head, iteration, losses, is_offered
-):
-    write_folder(hf, vocab, "BertForMaskedLM" if has_head else "BertModel")
+def test_fill_mask_is_offered_only_if_the_head_was_trained(tmp_path, hf, vocab, unchecked, head, step, losses, offered):
+    write_folder(hf, vocab, "BertForMaskedLM" if head else "BertModel")
     run = import_folder(hf, tmp_path / "run").output
     path = checkpoint.newest(run)
-    if iteration:
-        checkpoint.write_state(path, checkpoint.read_state(path) | {"iteration": iteration, "weights_only": False})
-        path = path.rename(run / checkpoint.tag(iteration))
-        (run / "metrics.jsonl").write_text(json.dumps({"iteration": iteration, **losses}) + "\n")
+    if step:
+        checkpoint.write_state(path, checkpoint.read_state(path) | {"iteration": step, "weights_only": False})
+        path = path.rename(run / checkpoint.tag(step))
+        (run / "metrics.jsonl").write_text(json.dumps({"iteration": step, **losses}) + "\n")
         (run / "unigram.json").write_text('{"unigram_loss": 7.0}')
     export_checkpoint(path, tmp_path / "out")
     card = (tmp_path / "out" / CARD).read_text()
-    assert ("pipeline_tag: fill-mask" in card) == ("mask_token" in card) == is_offered
-    assert ("a masked-LM head that has learned too little to be used" in card) != is_offered
-
-
-METRICS = [
-    {"iteration": 1, "loss": 9.0, "lm_loss": 8.0, "lr": 1e-4},
-    {"iteration": 2, "valid_lm_loss": 7.5},
-    {"iteration": 3, "loss": 6.25, "lm_loss": 5.5, "tcd_loss": 0.75, "lm_accuracy": 0.125, "lr": 1e-4},
-    {"iteration": 3, "valid_lm_loss": 5.25, "valid_lm_accuracy": 0.5, "other_lm_loss": 6.75},
-    {"iteration": 4, "loss": 1.0, "lm_loss": 1.0},
-]
+    assert ("pipeline_tag: fill-mask" in card) == ("mask_token" in card) == offered
+    assert ("a masked-LM head that has learned too little to be used" in card) != offered
 
 
 @pytest.fixture
@@ -193,7 +179,14 @@ def run(tmp_path, tokenizer, unchecked):
     """A run of 3 of 10 steps on two datasets, one of them gone, in folders with telling names."""
     home = tmp_path / "home" / "jane.doe" / "secret-project"
     folder = write_checkpoint(home / "runs" / "first", tokenizer)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
+    metrics = [
+        {"iteration": 1, "loss": 9.0, "lm_loss": 8.0, "lr": 1e-4},
+        {"iteration": 2, "valid_lm_loss": 7.5},
+        {"iteration": 3, "loss": 6.25, "lm_loss": 5.5, "tcd_loss": 0.75, "lm_accuracy": 0.125, "lr": 1e-4},
+        {"iteration": 3, "valid_lm_loss": 5.25, "valid_lm_accuracy": 0.5, "other_lm_loss": 6.75},
+        {"iteration": 4, "loss": 1.0, "lm_loss": 1.0},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     inputs = [{"name": f"{home}/part-{number}.jsonl", "bytes": 1} for number in range(7)]
     manifest = {"documents": 1234, "tokens": 56789, "inputs": inputs, "tokenizer": {}}
     manifest[SUM] = object_sum(manifest)

@@ -1,19 +1,18 @@
-"""An exported folder computes what the training model computes, a fine-tuned one what its head computes.
-
-Exports carry sums: what no reader could see, such as another weight, is one line.
-"""
+"""An exported folder computes what its model and its head compute; its sums show a change that no reader could see."""
 
 import json
 import random
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from parity import CASES, draw, write_run
+from parity import CASES, Case, draw, write_run
 
 from megatron_ddrp.checkpoint import load_model, read_state, write_state
 from megatron_ddrp.config import ENCODINGS
+from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.families.contract import CARD, SUMS, refuse_output
 from megatron_ddrp.conversion.from_huggingface import import_folder, load_hugging_face
 from megatron_ddrp.conversion.heads_ddrp import TaskHead
@@ -115,9 +114,7 @@ def test_too_long_an_input_names_both_lengths(own_code_model, encoding):
         assert model.encoder(ids).last_hidden_state.shape[1] == SEQ_LENGTH + 1
 
 
-def test_command_says_what_it_did_and_overwrite_replaces_hugging_face_folders_alone(
-    tmp_path, tokenizer, offline, convert
-):
+def test_command_says_what_it_did_and_overwrite_replaces_exports_alone(tmp_path, tokenizer, offline, convert):
     from transformers import AutoModelForMaskedLM
 
     load, output = write_checkpoint(tmp_path / "run", tokenizer), tmp_path / "hf"
@@ -138,13 +135,11 @@ def test_command_says_what_it_did_and_overwrite_replaces_hugging_face_folders_al
 
 
 def test_what_cannot_be_exported_is_named_and_leaves_nothing(tmp_path, tokenizer, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
     refused("no checkpoint", export_checkpoint, tmp_path / "missing", tmp_path / "hf")
     load = write_checkpoint(tmp_path / "run", tokenizer)
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_ddrp.conversion.to_huggingface.write_tokenizer", fail)
+        full = Mock(side_effect=OSError(28, "No space left on device"))
+        patch.setattr("megatron_ddrp.conversion.to_huggingface.write_tokenizer", full)
         refused("hf: No space left on device", export_checkpoint, load, tmp_path / "hf")
     state = read_state(load / "iter_0000003")
     state["config"]["model"]["position_encoding"] = "spiral"
@@ -238,15 +233,17 @@ def make_head(kind, problem_type=None):
     return TunedHead(head, form, Labels(labels, problem_type))
 
 
-@torch.no_grad()
-def check_folder(model, tokenizer, kind, folder):
-    """Write the model under a head, load it as users do, compare all scores, and return the loaded model.
+PLAIN, OWN = (Case(FAMILIES[name], "masked-lm") for name in ("bert", "megatron_ddrp"))
+KINDS = [(case, kind) for case in CASES for kind in FORMS if kind == "sequence" or case in (PLAIN, OWN)]
 
-    The classes of transformers that load it are the twin of our heads.
-    """
+
+@pytest.mark.parametrize(("case", "kind"), KINDS, ids=str)
+@torch.no_grad()
+def test_every_family_under_a_head_of_each_kind_computes_what_transformers_classes_do(tmp_path, offline, case, kind):
     import transformers
 
-    head = make_head(kind)
+    model, tokenizer, _ = load_model(write_run(case, tmp_path / "run"))
+    head, folder = make_head(kind), tmp_path / "tuned"
     line = write_finetuned(model, tokenizer, head, folder)
     auto_class = f"AutoModelFor{FORMS[kind].name}"
     trust = ", trust_remote_code=True" if (folder / "modeling_ddrp.py").exists() else ""
@@ -261,26 +258,12 @@ def check_folder(model, tokenizer, kind, folder):
     for name, scores in head.scores(encoded(model, ids, segments, mask)).items():
         compared = ... if FORMS[kind].is_pooled else mask.bool()
         torch.testing.assert_close(output[name][compared], scores[compared], atol=1e-5, rtol=1e-5)
-    return loaded
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_family_under_a_head_of_texts(tmp_path, offline, case):
-    model, tokenizer, _ = load_model(write_run(case, tmp_path / "run"))
-    loaded = check_folder(model, tokenizer, "sequence", tmp_path / "tuned")
-    assert type(loaded).__name__ == f"{CLASSES[case.family.model_type]}ForSequenceClassification"
-    assert loaded.config.id2label == dict(enumerate(LABELS))
-    assert loaded.config.label2id == {name: i for i, name in enumerate(LABELS)}
-
-
-@pytest.mark.parametrize("kind", ["tokens", "qa"])
-@pytest.mark.parametrize(("encoding", "family"), [("absolute", "Bert"), ("ddrp", "Ddrp")])
-def test_heads_of_tokens_and_answers(tmp_path, offline, tokenizer, encoding, family, kind):
-    model = load_model(write_checkpoint(tmp_path / "run", tokenizer, position_encoding=encoding))[0]
-    loaded = check_folder(model, tokenizer, kind, tmp_path / "tuned")
-    assert type(loaded).__name__ == f"{family}For{FORMS[kind].name}"
-    settings = json.loads((tmp_path / "tuned" / "config.json").read_text())
-    assert ("id2label" in settings) == (kind == "tokens")
+    assert type(loaded).__name__ == f"{CLASSES[case.family.model_type]}For{FORMS[kind].name}"
+    if kind == "qa":
+        assert "id2label" not in json.loads((folder / "config.json").read_text())
+    else:
+        assert loaded.config.id2label == dict(enumerate(LABELS))
+        assert loaded.config.label2id == {name: i for i, name in enumerate(LABELS)}
 
 
 @pytest.mark.parametrize("encoding", ["absolute", "ddrp"])

@@ -1,7 +1,4 @@
-"""AutoTokenizer gives the ids of training, with [CLS] and [SEP] around them.
-
-Then another vocabulary for an imported encoder: which old pieces make up a new one, and what the model then computes.
-"""
+"""AutoTokenizer gives the ids of training; an imported encoder with another vocabulary has the old pieces' rows."""
 
 import json
 import unicodedata
@@ -132,39 +129,34 @@ def test_hugging_face_keeps_its_rules_and_gains_our_specials(tmp_path, tokenizer
     assert_written(build_tokenizer("HuggingFace", tokenizer_model=source), folder, TEXTS)
 
 
-OLD = [*BERT_SPECIALS, *"abcd", *(f"##{letter}" for letter in "abcd"), "ab", "##ab", "##abc"]
-NEW = ["[CLS]", "[unused]", "ab", "##ab", "abc", "##dabc", "cab", "##xa", "☃", "[MASK]", "[PAD]", "[SEP]", "[UNK]"]
-MADE_OF = {piece: [piece] for piece in (*BERT_SPECIALS, "ab", "##ab")} | {"##xa": [], "☃": [], "[unused]": []}
-MADE_OF |= {"abc": ["ab", "##c"], "cab": ["c", "##ab"]}  # as the old tokenizer splits the word
-MADE_OF |= {"##dabc": ["##d", "##abc"]}  # inside words, the longest piece first
-
-
 def made_of(old, new):
     """New piece → the old pieces whose mean it is."""
     parts = plan_transfer(old, new).parts
     return {piece: [old.pieces[i] for i in parts[number]] for number, piece in enumerate(new.pieces)}
 
 
-def slow_rows(old, new, table):
-    """The rows in loops and float64, by the pieces of `MADE_OF`."""
-    rows, numbers = [], table.double().tolist()
-    for piece in new.pieces:
-        names = MADE_OF[piece] or [name for name in old.pieces if name not in BERT_SPECIALS]
-        columns = zip(*(numbers[old.pieces.index(name)] for name in names), strict=True)
-        rows.append([sum(column) / len(names) for column in columns])
-    return torch.tensor(rows, dtype=torch.float64)
-
-
 def test_pieces_are_kept_spelled_or_the_mean_of_all_and_rows_those_of_the_loops(tmp_path):
-    old, new = wordpiece(tmp_path / "old.txt", OLD), wordpiece(tmp_path / "new.txt", NEW)
+    letters = [*"abcd", *(f"##{letter}" for letter in "abcd")]
+    old = wordpiece(tmp_path / "old.txt", [*BERT_SPECIALS, *letters, "ab", "##ab", "##abc"])
+    spelled = {
+        **{"[CLS]": ["[CLS]"], "[unused]": [], "ab": ["ab"], "##ab": ["##ab"]},
+        **{"abc": ["ab", "##c"], "##dabc": ["##d", "##abc"], "cab": ["c", "##ab"]},  # inside words, the longest first
+        **{"##xa": [], "☃": []} | {piece: [piece] for piece in ("[MASK]", "[PAD]", "[SEP]", "[UNK]")},
+    }
+    new = wordpiece(tmp_path / "new.txt", list(spelled))
     transfer = plan_transfer(old, new)
-    assert made_of(old, new) == {piece: MADE_OF[piece] for piece in new.pieces}
+    assert made_of(old, new) == spelled
     told = "13 pieces instead of 16: 7 kept, 3 the mean of the old pieces that spell them, 3 the mean of all"
     assert (transfer.kept, transfer.spelled, transfer.summary()) == (7, 3, told)
     table = torch.randn(len(old.pieces) + 4, 6, dtype=torch.float64)  # the model embeds four rows more
-    torch.testing.assert_close(transfer.rows(table), slow_rows(old, new, table))
-    bias = transfer.rows(table[:, 0].float())
-    torch.testing.assert_close(bias, slow_rows(old, new, table[:, :1])[:, 0].float())
+    rows, numbers = [], table.tolist()
+    for names in spelled.values():
+        names = names or [name for name in old.pieces if name not in BERT_SPECIALS]
+        columns = zip(*(numbers[old.pieces.index(name)] for name in names), strict=True)
+        rows.append([sum(column) / len(names) for column in columns])
+    expected = torch.tensor(rows, dtype=torch.float64)
+    torch.testing.assert_close(transfer.rows(table), expected)
+    torch.testing.assert_close(transfer.rows(table[:, 0].float()), expected[:, 0].float())
 
 
 def test_what_a_tokenizer_removes_from_text_does_not_count(tmp_path):

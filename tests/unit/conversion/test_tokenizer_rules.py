@@ -1,7 +1,4 @@
-"""Tokenizers of every kind come in with their special ids and word starts, and leave as AutoTokenizer reads them.
-
-Ids, roles and rows are AutoTokenizer's, also in a folder whose files contradict each other, and in its exports.
-"""
+"""Ids, roles and rows are AutoTokenizer's for every kind, also where a folder's files disagree, and in its exports."""
 
 import json
 import shutil
@@ -14,20 +11,9 @@ from megatron_ddrp.conversion.tokenizer_files import find_tokenizer, refuse_othe
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from tests.refusals import refused, wrong_arguments
 from tests.sentencepiece_models import train_model
+from tests.unit.conversion import tokenizers_of_families as families
 from tests.unit.conversion.conftest import change_json
-from tests.unit.conversion.tokenizers_of_families import (
-    BERT,
-    FAIRSEQ,
-    MAKERS,
-    ROLES,
-    assert_written,
-    bert_vocabulary,
-    byte_level,
-    make,
-    sentencepiece_model,
-    settings,
-    unigram,
-)
+from tests.unit.conversion.tokenizers_of_families import BERT, FAIRSEQ, ROLES, bert_vocabulary, byte_level, unigram
 
 
 def split_layout(folder, first=""):
@@ -44,7 +30,7 @@ def split_layout(folder, first=""):
 def test_tokenizer_json_alone_is_enough(tmp_path, offline, make, specials, beside):
     make(tmp_path, specials, template=beside != "settings")
     if beside != "template":
-        settings(tmp_path, specials)
+        families.settings(tmp_path, specials)
     tokenizer = find_tokenizer(tmp_path)
     found = [tokenizer.pieces[getattr(tokenizer, f"{role}_id")] for role in ROLES]
     assert found == [specials[i] for i in (0, 2, 1, 4, 3)]
@@ -68,24 +54,19 @@ OWN_NAMES |= {"eos_id": 2, "eos_piece": "[SEP]", "unk_id": 3, "unk_piece": "[UNK
 
 
 @pytest.mark.parametrize(
-    ("model_type", "file", "options", "offset"),
-    [
-        ("xlm-roberta", "sentencepiece.bpe.model", {}, 1),
-        ("camembert", "sentencepiece.bpe.model", {}, 4),
-        ("deberta-v2", "spm.model", OWN_NAMES, 0),
-    ],
+    ("family", "options", "offset"), [("xlm-roberta", {}, 1), ("camembert", {}, 4), ("deberta-v2", OWN_NAMES, 0)]
 )
-def test_a_sentencepiece_model_alone_is_converted(tmp_path, offline, model_type, file, options, offset):
+def test_a_sentencepiece_model_alone_is_converted(tmp_path, offline, family, options, offset):
     """fairseq puts its own pieces first, so that ids are not those of the .model."""
-    ours, folder, text = sentencepiece_model(tmp_path, **options), tmp_path / "source", "red cats sing"
+    ours, folder, text = families.sentencepiece_model(tmp_path, **options), tmp_path / "source", "red cats sing"
     folder.mkdir()
-    shutil.move(tmp_path / "pieces.model", folder / file)
-    change_json(folder / "config.json", model_type=model_type)
+    shutil.move(tmp_path / "pieces.model", folder / ("sentencepiece.bpe.model" if offset else "spm.model"))
+    change_json(folder / "config.json", model_type=family)
     assert assert_equal(folder, tmp_path).encode(text) == [i + offset for i in ours.encode(text)]
 
 
 def test_an_exports_sentencepiece_model_is_preferred_if_it_is_the_same_and_damage_told(tmp_path, offline):
-    ours = sentencepiece_model(tmp_path)
+    ours = families.sentencepiece_model(tmp_path)
     write_tokenizer(ours, tmp_path / "hf", 24)
     assert find_tokenizer(tmp_path / "hf").fingerprint == ours.fingerprint
     unigram(tmp_path / "hf", FAIRSEQ, template=True)
@@ -205,7 +186,7 @@ def test_a_byte_order_mark_in_a_vocabulary_for_transformers_is_refused(tmp_path,
 def test_roles_that_share_a_piece_are_refused_in_folders_too(tmp_path, offline):
     """They are refused whether tokenizer.json is there or transformers makes it."""
     byte_level(tmp_path, FAIRSEQ, template=True)
-    settings(tmp_path, FAIRSEQ)
+    families.settings(tmp_path, FAIRSEQ)
     change_json(tmp_path / "tokenizer_config.json", tokenizer_class="RobertaTokenizer", mask_token="</s>")
     change_json(tmp_path / "config.json", model_type="roberta")
     for change in (lambda folder: None, split_layout):
@@ -230,15 +211,15 @@ def assert_equal(folder, tmp_path):
     for number, tokenizer in enumerate((ours, copy)):
         (out := tmp_path / f"out{number}").mkdir()
         shutil.copy(folder / "config.json", out)
-        assert_written(tokenizer, out, TEXTS, auto)
+        families.assert_written(tokenizer, out, TEXTS, auto)
     again = find_tokenizer(tmp_path / "out0")
     assert [again.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
     return ours
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", families.MAKERS)
 def test_rows_of_every_family_are_those_of_auto_tokenizer(tmp_path, offline, family):
-    make(tmp_path / "in", family)
+    families.make(tmp_path / "in", family)
     assert_equal(tmp_path / "in", tmp_path)
 
 
@@ -280,7 +261,7 @@ def added(folder, **flags):
 )  # fmt: skip
 def test_a_contradiction_is_decided_as_auto_tokenizer_does(tmp_path, offline, family, values, rules):
     folder = tmp_path / "in"
-    make(folder, family, **values)
+    families.make(folder, family, **values)
     if "added" in rules:
         added(folder, **rules["added"])
     else:
@@ -294,7 +275,7 @@ def test_a_contradiction_is_decided_as_auto_tokenizer_does(tmp_path, offline, fa
 
 def test_preprocess_refuses_a_folder_with_other_ids_than_auto_tokenizer(tmp_path, offline):
     (tmp_path / "text.jsonl").write_text('{"text": "red cats"}\n')
-    make(tmp_path, "roberta", add_prefix_space=True)
+    families.make(tmp_path, "roberta", add_prefix_space=True)
     words = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(tmp_path / "data")]
     words += ["--tokenizer-type", "HuggingFace", "--tokenizer-model", str(tmp_path)]
     refused("its tokenizer_config.json gives AutoTokenizer other ids", preprocess.main, words)
@@ -305,7 +286,7 @@ def test_without_transformers_only_a_tokenizer_without_a_class_is_read(tmp_path,
     spaced, cased = {"add_prefix_space": True}, {"do_lower_case": False}
     folders = {"roberta": spaced, "deberta-v2": {}, "bert": cased, "bert uncased": {}, "modernbert": spaced}
     for name, values in folders.items():
-        make(tmp_path / name, name.split()[0], **values)
+        families.make(tmp_path / name, name.split()[0], **values)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert find_tokenizer(tmp_path / "modernbert").tokenizer_type == "HuggingFace"
     for name in folders.keys() - {"modernbert"}:

@@ -12,7 +12,7 @@ from megatron_ddrp.conversion.weight_files import read_weights
 from megatron_ddrp.encoders.encoder import NoMaskedLM, load_encoder
 from megatron_ddrp.encoders.text_encoder import TextEncoder
 from tests.refusals import refused
-from tests.unit.conversion.conftest import DEBERTA, READERS, SAFE, set_keys, stored, write_folder
+from tests.unit.conversion.conftest import DEBERTA, READERS, SAFE, put, set_keys, stored, write_folder
 
 pytestmark = pytest.mark.usefixtures("few_probes")
 
@@ -121,10 +121,6 @@ def point(name):
     return change_index(lambda places: {"weight_map": places | {min(places): name}})
 
 
-def lose_a_shard(folder):
-    damage_a_shard(folder).unlink()
-
-
 def damage_a_shard(folder):
     shard(folder, None)
     path = folder / "model-00002-of-00003.safetensors"
@@ -146,7 +142,7 @@ def drop(folder, part):
 
 DISTANCES = "bert.encoder.layer.0.attention.self.distance_embedding.weight"
 BROKEN = {
-    "shard missing": (lose_a_shard, "names 'model-00002-of-00003.safetensors', which is missing"),
+    "gone": (lambda hf: damage_a_shard(hf).unlink(), "names 'model-00002-of-00003.safetensors', which is missing"),
     "shard damaged": (damage_a_shard, "model-00002-of-00003.safetensors: cannot be read"),
     "elsewhere": (point("model-00003-of-00003.safetensors"), "it lacks bert.*, which model.*index.json names there"),
     "above": (point("../model.safetensors"), "names the file '../model.safetensors'; expected a file in its own"),
@@ -166,10 +162,7 @@ BROKEN = {
         "query.weight is quantized, torch.int8; save the model in a flo",
     ),
     "another file": (set_keys(transformers_weights="other"), "transformers_weights is 'other'; rename that file to m"),
-    "a map too many": (
-        stored(lambda these: these | {DISTANCES: torch.zeros(9, 8)}),
-        f"no place for the weight {DISTANCES}, nor for 0 more",
-    ),
+    "a map too many": (put(DISTANCES, torch.zeros(9, 8)), f"no place for the weight {DISTANCES}, nor for 0 more"),
     "fewer layers": (set_keys(num_hidden_layers=1), "no place .*layer.1.*, nor for 15 m"),
     "more layers": (set_keys(num_hidden_layers=3), "missing"),
     "narrower": (set_keys(intermediate_size=40), "config.json requires"),
@@ -192,11 +185,8 @@ def test_a_type_that_torch_only_stores_is_refused(tmp_path):
     refused(r"cannot be read: torch stores torch\.float4\w+ but computes nothing with it", read_weights, tmp_path)
 
 
-WITHOUT = ("word_embeddings", "position_embeddings", "embeddings.LayerNorm", "self.key.weight", "layer.1.")
-
-
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("part", WITHOUT)
+@pytest.mark.parametrize("part", ["word_emb", "position_emb", "embeddings.LayerNorm", "self.key.weight", "layer.1."])
 def test_missing_weights_of_the_encoder_are_refused(hf, vocab, part, reader):
     write(hf, vocab, "Bert")
     drop(hf, part)
@@ -248,6 +238,6 @@ BESIDE = [
 @pytest.mark.parametrize(("family", "name", "tensor"), BESIDE)
 def test_what_released_folders_have_beside_the_encoder_is_left_out(hf, vocab, family, name, tensor):
     write(hf, vocab, family)
-    stored(lambda tensors: tensors | {name: tensor})(hf)
+    put(name, tensor)(hf)
     for read in READERS.values():
         read(hf)

@@ -17,20 +17,20 @@ BERT = ["[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"]
 GERMAN = ["f\u00fcr", "fur", "sch\u00f6n", "schon", "##e", "\u4e2d", "\u6587", "##\u6587", "F\u00fcr", "Fur"]
 
 
-def byte_level(folder, specials, template):
+def byte_level(folder, specials, template, texts=None, prefix=False):
     """RoBERTa's kind, and with BERT's names of the special pieces ModernBERT's."""
     tokenizer = RustTokenizer(models.BPE(unk_token=None))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(prefix), decoders.ByteLevel()
     options = {"special_tokens": specials, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
     trainer = trainers.BpeTrainer(vocab_size=320, show_progress=False, **options)
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.train_from_iterator(texts or [TEXT] * 3, trainer)
     cls, sep = ((piece, tokenizer.token_to_id(piece)) for piece in (specials[0], specials[2]))
     if template:
         tokenizer.post_processor = processors.RobertaProcessing(sep, cls)
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def unigram(folder, specials, template):
+def unigram(folder, specials, template, texts=None):
     """XLM-R's kind, and with BERT's names of the special pieces DeBERTa-v3's."""
     tokenizer = RustTokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFKC()
@@ -38,7 +38,7 @@ def unigram(folder, specials, template):
     tokenizer.decoder = decoders.Metaspace()
     options = {"special_tokens": specials, "unk_token": specials[3]}
     trainer = trainers.UnigramTrainer(vocab_size=60, show_progress=False, **options)
-    tokenizer.train_from_iterator([TEXT, *TEXT.split()], trainer)
+    tokenizer.train_from_iterator(texts or [TEXT, *TEXT.split()], trainer)
     cls, sep = specials[0], specials[2]
     if template:
         single, pair = f"{cls} $A {sep}", f"{cls} $A {sep} {sep} $B {sep}"

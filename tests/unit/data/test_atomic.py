@@ -1,7 +1,6 @@
 """Files and folders exist whole or not at all, whatever else lies beside them and whenever a process is killed.
 
-A process that is killed before any change of a folder's name: the next one gives what an undisturbed one does. Systems
-that cannot exchange two names are covered here; `tests/crash` tries whole commands, and power cuts too."""
+Systems that cannot exchange two names are covered here; `tests/crash` tries whole commands, and power cuts too."""
 
 import contextlib
 import errno
@@ -13,6 +12,7 @@ import stat
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -80,9 +80,7 @@ def test_nothing_of_others_is_touched(tmp_path, write, kind):
 def test_a_failure_leaves_what_was_there_or_brings_it_back(tmp_path, write, monkeypatch):
     write(tmp_path / "h")
     before, rename = tree(tmp_path), os.rename
-
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    refuse = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
     def refuse_the_successor(source, target):
         if str(source).endswith(".tmp"):
@@ -119,14 +117,11 @@ def test_a_writer_waits_for_a_short_write_and_without_locks_each_has_a_file_of_i
         first.__exit__(None, None, None)
         sleep(0)
 
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
     first.__enter__()
     monkeypatch.setattr(time, "sleep", end_the_first)
     write_text(tmp_path / "h", "second")
     assert tree(tmp_path) == {"h": "second"}
-    monkeypatch.setattr("fcntl.flock", no_locks)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with atomic_file(tmp_path / "h") as alone:
         write_text(tmp_path / "h", "second")
         alone.write(b"first")
@@ -245,28 +240,25 @@ def test_a_folder_that_came_meanwhile_is_not_replaced(tmp_path):
     assert tree(tmp_path) == {"h": "folder", "h/content": "theirs"}
 
 
-KILLED = 9
-CHANGES = (*((os, name) for name in ("replace", "rename", "unlink", "mkdir", "rmdir")), (atomic, "_exchange"))
-
-
 def is_killed_at(number, action):
     """Run `action` in a fork that ends before its change `number`; return False if it had fewer."""
-    child = os.fork()
+    child, killed = os.fork(), 9
     if child:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert code in (0, KILLED)
-        return code == KILLED
+        assert code in (0, killed)
+        return code == killed
     passed = 0
 
     def counted(change, *arguments, **named):
         nonlocal passed
         passed += 1
         if passed == number:
-            os._exit(KILLED)
+            os._exit(killed)
         return change(*arguments, **named)
 
     with contextlib.suppress(BaseException):
-        for module, name in CHANGES:
+        of_os = ((os, name) for name in ("replace", "rename", "unlink", "mkdir", "rmdir"))
+        for module, name in (*of_os, (atomic, "_exchange")):
             setattr(module, name, partial(counted, getattr(module, name)))
         action()
         os._exit(0)

@@ -1,8 +1,6 @@
 """Indexed datasets: round trips, Megatron's own files byte for byte, and one clear line for every kind of damage.
 
-Whatever byte is wrong, the reader ends in one line and `verify` names the place. A manifest that is not as it was
-written is refused; one of an earlier version has no sum and passes. Splits, and the sample index: each token of each
-kept document exactly once."""
+Splits, and the sample index: each token of each kept document exactly once."""
 
 import errno
 import itertools
@@ -14,6 +12,7 @@ import struct
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -135,13 +134,9 @@ def test_files_of_others_in_the_folder_are_not_touched(tmp_path, kind):
 
 def left_by_a_kill(folder, monkeypatch, function):
     """Merge a dataset `b` into `a`, end where the command calls a function, and return the folder that is left."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
     write_dataset(folder / "b", [[[7]]])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(indexed_dataset, function, stop)
+        patch.setattr(indexed_dataset, function, Mock(side_effect=KeyboardInterrupt))
         merge(folder / "a", [str(folder / "b")])
     return folder / "a.unfinished"
 
@@ -164,10 +159,6 @@ def test_a_dataset_that_was_deleted_after_a_kill_is_written_again(tmp_path, monk
 
 def test_complete_files_stay_if_their_mark_cannot_be_read(tmp_path, monkeypatch):
     """One failing read must not cost hours of work."""
-
-    def refuse(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
     mark = left_by_a_kill(tmp_path, monkeypatch, "_give_names") / COMPLETE
     again, line = (tmp_path / "a", [f"{tmp_path}/b"]), f"{COMPLETE} cannot be read: .*; try again, or remove"
     files, content = sorted(mark.parent.iterdir()), mark.read_bytes()
@@ -175,7 +166,7 @@ def test_complete_files_stay_if_their_mark_cannot_be_read(tmp_path, monkeypatch)
     refused(line, merge, *again)
     mark.write_bytes(content)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refuse)
+        patch.setattr(Path, "open", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         refused(line, merge, *again)
     assert sorted(mark.parent.iterdir()) == files and not (tmp_path / "a.bin").exists()
     assert merge(*again)[0].tolist() == [7] and not mark.parent.exists()
@@ -249,9 +240,7 @@ SIZES, POINTERS, DOCUMENTS = HEADER.size, HEADER.size + 4 * 4, HEADER.size + 4 *
         ("bin", 6, "<H", 1000, [r"a\.bin: token 3 \(of sequence 1\) is id 1000, expected 0 to 999"]),
     ],
 )  # fmt: skip
-def test_each_kind_of_damage_is_named_with_its_place_and_no_damaged_index_is_read(
-    small, suffix, position, form, value, findings
-):
+def test_damage_is_named_with_its_place_and_no_damaged_index_is_read(small, suffix, position, form, value, findings):
     assert list(verify(small, TOKENIZER)) == []
     patch(Path(f"{small}.{suffix}"), position, form, value)
     found = list(verify(small, TOKENIZER))
@@ -336,16 +325,12 @@ def test_opening_reads_a_handful_of_bytes_however_many_documents(tmp_path):
         stream.write(struct.pack("<q", count))
     (tmp_path / "a.bin").touch()
     tracemalloc.start()
-    before = resident_bytes()
+    before = int(Path("/proc/self/statm").read_text().split()[1])
     dataset = IndexedDataset(tmp_path / "a")
     assert len(dataset[count - 1]) == 0 and dataset.num_documents == count and dataset.num_tokens == 0
-    grown, (_, peak) = resident_bytes() - before, tracemalloc.get_traced_memory()
+    grown, (_, peak) = int(Path("/proc/self/statm").read_text().split()[1]) - before, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 1 << 20 and grown < 16 << 20  # the index has 200 MB
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    assert peak < 1 << 20 and grown * 4096 < 16 << 20  # the index has 200 MB
 
 
 def test_a_truncated_or_missing_file_is_one_finding_each(small):
@@ -371,20 +356,16 @@ def documents_of(*lengths):
     return [[list(range(begin, begin + length))] for begin, length in zip(begins, lengths, strict=False)]
 
 
-SPLITS = {
-    (1000, "949,50,1"): [(0, 949), (949, 999), (999, 1000)],
-    (1000, "98,2"): [(0, 980), (980, 1000), (1000, 1000)],
-    (10, "949,50,1"): [(0, 8), (8, 9), (9, 10)],
-    (2, "949,50,1"): [(0, 1), (1, 2), (2, 2)],
-    (3, "0.5, 0.5, 0.5"): [(0, 1), (1, 2), (2, 3)],
-}
-"""Number of documents and `--split` → the ranges of training, validation and test."""
-
-
 def test_split_documents_and_what_is_no_weights():
-    for given_here, expected in SPLITS.items():
-        ranges = dict(zip(("train", "valid", "test"), expected, strict=True))
-        assert list(split_documents(*given_here).items()) == list(ranges.items()), given_here
+    for num_documents, split, *expected in (
+        (1000, "949,50,1", (0, 949), (949, 999), (999, 1000)),
+        (1000, "98,2", (0, 980), (980, 1000), (1000, 1000)),
+        (10, "949,50,1", (0, 8), (8, 9), (9, 10)),
+        (2, "949,50,1", (0, 1), (1, 2), (2, 2)),
+        (3, "0.5, 0.5, 0.5", (0, 1), (1, 2), (2, 3)),
+    ):
+        ranges = list(zip(("train", "valid", "test"), expected, strict=True))
+        assert list(split_documents(num_documents, split).items()) == ranges, (num_documents, split)
     for split in ("", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf,1", "1;2", "949,,1"):
         assert repr(split) in str(wrong_arguments("expected up to three weights", split_documents, 10, split))
 

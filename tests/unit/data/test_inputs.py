@@ -1,7 +1,4 @@
-"""Inputs: which files a name, a folder or a pattern stands for, in which order, and what the manifest says of them.
-
-Packed files of several streams are read whole or refused, as `gzip -t`, `xz -t`, `bzip2 -t` and `zstd -t` judge. Bars
-of long work: on standard error, with a total, silent for what is short or not to be shown."""
+"""Inputs: which files a name, a folder or a pattern stands for; packed files as `gzip -t` and its like judge; bars."""
 
 import bz2
 import errno

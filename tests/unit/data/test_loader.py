@@ -1,7 +1,4 @@
-"""The same rows with the same masks in every layout and after every resume; cutting; prefetching; clear refusals.
-
-Packing moves documents and changes none; rows are nearly full, never too long, and the same on every rank. Blending:
-every prefix keeps to the weights, each corpus in its own epochs, any position in constant time."""
+"""Loading, packing and blending: the same rows with the same masks in every layout and after every resume."""
 
 import itertools
 import threading
@@ -32,9 +29,8 @@ def fake_samples(num_samples=50):
 
 
 def make_loader(samples=None, *, micro=2, world=1, rank=0, global_batch=16, seed=7, packing=False):
-    return fake_loader(
-        samples or fake_samples(), Share(global_batch, micro, rank, world), SEQ, seed=seed, packing=packing
-    )
+    share = Share(global_batch, micro, rank, world)
+    return fake_loader(samples or fake_samples(), share, SEQ, seed=seed, packing=packing)
 
 
 def pack_loader(*, micro=8, world=1, rank=0, packing=True):
@@ -68,11 +64,6 @@ def original(ids, labels):
     return tuple(np.where(np.array(labels) == IGNORED_LABEL, ids, labels).tolist())
 
 
-def numbers_of(samples):
-    """Ids of a sample → its number."""
-    return {tuple(ids): index for index, ids in enumerate(samples.ids)}
-
-
 def test_every_layout_gives_the_same_rows_and_packed_ones_the_documents_of_unpacked_ones():
     """The last global batches of each loader span two epochs."""
     for make, size, micros, steps in (
@@ -97,13 +88,13 @@ def test_ranks_hold_rows_of_similar_length_at_the_same_time():
 
 def test_the_fields_of_a_batch():
     samples = fake_samples()
-    batches = make_loader(samples, micro=4).step(32)
+    texts, batches = {tuple(ids) for ids in samples.ids}, make_loader(samples, micro=4).step(32)
     for batch in batches:
         for field in batch.arrays():
             assert field.dtype == np.int64 and field.shape == batch.input_ids.shape and field.flags.c_contiguous
     for _, ids, labels, positions, segments in documents_in_rows(batches):
         cls, *text, sep = original(ids, labels)
-        assert (cls, sep) == (CLS, SEP) and tuple(text) in numbers_of(samples)
+        assert (cls, sep) == (CLS, SEP) and tuple(text) in texts
         assert positions == (*range(len(ids)),) and not any(segments) and set(labels) != {IGNORED_LABEL}
 
 
@@ -256,11 +247,7 @@ def test_known_patterns():
 
 
 def test_weights_are_taken_as_written_and_those_that_need_a_long_pattern_are_rounded_so_that_none_vanishes():
-    for written, counts in (
-        (["0.25", "0.25", "0.5"], [1, 1, 2]),
-        (["1e-1", "0.9"], [1, 9]),
-        (["12"], [1]),
-    ):
+    for written, counts in ((["0.25", "0.25", "0.5"], [1, 1, 2]), (["1e-1", "0.9"], [1, 9]), (["12"], [1])):
         assert whole_weights([Fraction(weight) for weight in written]) == counts
     counts = whole_weights([Fraction(10**12), Fraction(10**12 + 7), Fraction(1)])
     assert min(counts) == 1 and abs(sum(counts) - loader.MAX_PERIOD) <= 2

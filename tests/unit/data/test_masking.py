@@ -1,6 +1,4 @@
-"""Masking in words, tokens and n-grams: equal to the loop twin, which has the rates and draws by row and column.
-
-Counter-based draws: pure, uniform, independent of how they are asked for; the shuffle is a bijection."""
+"""Masking in words, tokens and n-grams equals the loop twin; draws by counters are pure and uniform."""
 
 import itertools
 

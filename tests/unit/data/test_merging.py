@@ -1,7 +1,4 @@
-"""Merging, partitions and shuffling: the bytes of one writer, and nothing under the final name before its time.
-
-Manifests are added up. Partitioned preprocessing has every document in exactly one part, and the merge of all parts
-equals one run. Shuffling keeps every document once, whole, in an order of its seed."""
+"""Merging, partitions and shuffling: the bytes of one writer, and nothing under the final name before its time."""
 
 import gzip
 import json
@@ -50,19 +47,17 @@ def damage(prefix, suffix, place, value=None):
     Path(f"{prefix}{suffix}").write_bytes(data)
 
 
-PARTS = ([[[1, 2], [3]], [[4]]], [], [[[5], [], [6, 7, 8]]], [[[40_000]]])
-
-
 @pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
 def test_the_bytes_are_those_of_one_writer(tmp_path, monkeypatch, chunk):
     for module, name in ((dataset_index, "CHUNK"), (merging, "CHUNK"), (indexed_dataset, "CHUNK_TOKENS")):
         monkeypatch.setattr(module, name, chunk)
+    parts = ([[[1, 2], [3]], [[4]]], [], [[[5], [], [6, 7, 8]]], [[[40_000]]])
     types = (np.uint16, np.uint8, np.int32, np.uint16)
-    prefixes = [write(tmp_path / str(k), part, types[k]) for k, part in enumerate(PARTS)]
+    prefixes = [write(tmp_path / str(k), part, types[k]) for k, part in enumerate(parts)]
     read = []
     merged = merge(tmp_path / "all", prefixes, advance=read.append)
     assert merged.dtype == np.int32 and sum(read) == 8 + 0 + 16 + 2
-    write(tmp_path / "once", [document for part in PARTS for document in part], np.int32)
+    write(tmp_path / "once", [document for part in parts for document in part], np.int32)
     assert same_files(tmp_path / "all", tmp_path / "once")
     same = merge(tmp_path / "same", [prefixes[0], prefixes[3]])
     assert same.dtype == np.uint16 and same[3].tolist() == [40_000]

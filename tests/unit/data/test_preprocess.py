@@ -1,6 +1,4 @@
-"""Preprocessing: what is written, that workers do not matter, and that failures leave nothing behind.
-
-`preprocess --dry-run` is exact where it reads everything, near where it reads a part, and nothing is written."""
+"""Preprocessing: what is written and estimated, that workers do not matter, and that failures leave nothing behind."""
 
 import gzip
 import hashlib

@@ -1,7 +1,4 @@
-"""Roles that share a piece, text that a vocabulary cannot spell, and words by the marks of a vocabulary.
-
-What is lost is refused, said, or counted. Marks at begins, at ends or nowhere: masks, notes, scores and another
-vocabulary."""
+"""Roles that share a piece, text that a vocabulary cannot spell, and words by the marks of a vocabulary."""
 
 import itertools
 import json
@@ -26,6 +23,7 @@ from megatron_ddrp.tasks.minimal_pairs.pairs import masked_rows
 from tests.datasets import write_dataset
 from tests.refusals import wrong_arguments
 from tests.sentencepiece_models import train_model
+from tests.unit.conversion.conftest import wordpiece
 from tests.unit.data import tokenizer_folders as folders
 from tests.unit.data.tokenizer_folders import ADDED, ALPHABET, BYTES, NAMES, built, byte_bpe, numbered, plain_bpe, write
 
@@ -252,9 +250,7 @@ def test_only_the_mask_of_a_masked_text_is_special(tmp_path):
     unknown, a, mask, b = 4, 5, 3, 6
     assert ours.encode_with_masks("<c>a<m><s>b<p>") == [unknown, a, mask, unknown, b, unknown]
     assert ours.encode("<m>") == [unknown] * 3, "without masks they are the characters of their names"
-    vocabulary = tmp_path / "vocab.txt"
-    vocabulary.write_text("\n".join([*SPECIALS, "a", "[", "]", "cls"]))
-    ours = build_tokenizer("BertWordPieceLowerCase", vocabulary)
+    ours = wordpiece(tmp_path / "vocab.txt", [*SPECIALS, "a", "[", "]", "cls"], "BertWordPieceLowerCase")
     assert ours.encode_with_masks("[CLS] a [MASK] [CLS]") == [6, 8, 7, 5, 4, 6, 8, 7]
     tokenizer = built(tmp_path, byte_bpe())
     spelled = [tokenizer.pieces.index(letter) for letter in "a<m>"]

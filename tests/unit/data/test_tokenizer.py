@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.implementations import BertWordPieceTokenizer
 
 from megatron_ddrp.data.tokenizers import libraries
@@ -17,6 +17,8 @@ from megatron_ddrp.data.tokenizers.vocabulary import warn_of_impossible
 from tests.datasets import shared_asset
 from tests.refusals import refused
 from tests.sentencepiece_models import train_model
+from tests.unit.conversion.conftest import wordpiece
+from tests.unit.conversion.tokenizers_of_families import BERT, byte_level, unigram
 from tests.unit.data.tokenizer_folders import built, numbered
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -102,22 +104,12 @@ def test_ids_equal_sentencepieces(trained_sentencepiece, text):
     assert ours.encode(text) == expected and packed(ours, [text, text]) == [expected] * 2
 
 
-@pytest.fixture(scope="module", params=["byte-level BPE", "unigram"])
+@pytest.fixture(scope="module", params=[functools.partial(byte_level, prefix=True), unigram], ids=["bytes", "unigram"])
 def trained_huggingface(request, tmp_path_factory):
     """(our tokenizer, the library's) of a small tokenizer.json of that kind."""
-    options = {"special_tokens": SPECIALS, "vocab_size": 80}
-    if request.param == "byte-level BPE":
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-        options |= {"vocab_size": 300, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-        trainer = trainers.BpeTrainer(**options)
-    else:
-        backend = Tokenizer(models.Unigram())
-        backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
-        trainer = trainers.UnigramTrainer(unk_token="[UNK]", **options)
-    backend.train_from_iterator(SENTENCES * 9, trainer)
     folder = tmp_path_factory.mktemp("hf")
-    backend.save(str(folder / "tokenizer.json"))
+    request.param(folder, BERT, template=False, texts=SENTENCES * 9)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.encode_special_tokens = True
     return build_tokenizer("HuggingFace", tokenizer_model=folder), backend
 
@@ -145,20 +137,18 @@ def test_spans_of_any_text(vocab_file, trained_sentencepiece, trained_huggingfac
         assert all(0 <= begin <= end <= len(text) for begin, end in spans)
 
 
-UNICODE = "\U0001f680 Cafe\u0301s, na\u00efve \u4e2d\u6587 don't  the\u00a0cats"
-
-
 def test_spans_are_characters_of_the_text_as_given(vocab_file, trained_sentencepiece, trained_huggingface):
     """The text has a character beyond 16 bits, a combining accent, ideographs and doubled blanks."""
+    text = "\U0001f680 Cafe\u0301s, na\u00efve \u4e2d\u6587 don't  the\u00a0cats"
     words = ["\U0001f680", "Cafe\u0301s", ",", "na\u00efve", "\u4e2d\u6587", "don't", "the", "cats"]
     for tokenizer in (_wordpiece(vocab_file, True), trained_sentencepiece[0], trained_huggingface[0]):
-        ids, spans = tokenizer.encode_with_spans(UNICODE)
+        ids, spans = tokenizer.encode_with_spans(text)
         covered = {i for begin, end in spans for i in range(begin, end)}
         for word in words:
-            begin = UNICODE.index(word)
-            assert covered >= set(range(begin, begin + len(word))) - {UNICODE.index("\u0301")}, word
+            begin = text.index(word)
+            assert covered >= set(range(begin, begin + len(word))) - {text.index("\u0301")}, word
         for piece, (begin, end) in zip(ids, spans, strict=True):
-            assert len(UNICODE[begin:end].split()) <= 1, tokenizer.pieces[piece]  # of one word
+            assert len(text[begin:end].split()) <= 1, tokenizer.pieces[piece]  # of one word
 
 
 def test_wordpiece_attributes(vocab_file):
@@ -173,8 +163,7 @@ def test_wordpiece_attributes(vocab_file):
 
 def test_pieces_that_no_text_gives_are_counted(tmp_path):
     pieces = [*VOCAB[:5], "[unused1]", "the", "The", "##S", "##s", "caf\u00e9", "\u4e2d", "\uac00", "\u1100", "!"]
-    (tmp_path / "v.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
-    lower = build_tokenizer("BertWordPieceLowerCase", tmp_path / "v.txt")
+    lower = wordpiece(tmp_path / "v.txt", pieces, "BertWordPieceLowerCase")
     assert lower.count_impossible() == 4  # The, ##S, caf\u00e9, and a Hangul syllable, which comes apart
     for piece in ("The", "caf\u00e9", "\uac00"):
         assert pieces.index(piece) not in lower.encode(piece)
@@ -189,20 +178,14 @@ def test_the_real_uncased_vocabulary_is_not_doubted(tmp_path):
 
 
 CLEAN = "".join(f"{piece}\n" for piece in VOCAB)
+BLANKS = {"mark": "\ufeff" + CLEAN, "blanks and CRLF": CLEAN.replace("\n", " \t\r\n")}
+BLANKS["other blanks"] = CLEAN.replace("the\n", " the\u00a0\n").replace("[PAD]", "\t[PAD]")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\xef\xbb\xbf" + CLEAN.encode(),
-        CLEAN.replace("\n", " \t\r\n").encode(),
-        CLEAN.replace("the\n", " the\u00a0\n").replace("[PAD]", "\t[PAD]").encode(),
-    ],
-    ids=["mark", "blanks and CRLF", "other blanks"],
-)
+@pytest.mark.parametrize("content", BLANKS.values(), ids=BLANKS)
 def test_blanks_around_pieces_and_a_byte_order_mark_are_no_text(tmp_path, vocab_file, content):
     """BERT's reader (google-research/bert, `load_vocab`) strips each line."""
-    (tmp_path / "v.txt").write_bytes(content)
+    (tmp_path / "v.txt").write_bytes(content.encode())
     ours, clean = (build_tokenizer("BertWordPieceLowerCase", path) for path in (tmp_path / "v.txt", vocab_file))
     assert ours.pieces == VOCAB and ours.fingerprint == clean.fingerprint
     assert ours.pieces[ours.encode("the")[0]] == "the"
@@ -212,12 +195,10 @@ def test_blanks_around_pieces_and_a_byte_order_mark_are_no_text(tmp_path, vocab_
 
 
 def test_a_blank_line_keeps_its_id_and_a_stripped_piece_twice_is_refused(tmp_path):
-    (tmp_path / "v.txt").write_text("\n".join([*VOCAB[:7], "", "the", "\u3000", "un", " "]) + "\n", encoding="utf-8")
-    tokenizer = build_tokenizer("BertWordPieceCase", tmp_path / "v.txt")
+    tokenizer = wordpiece(tmp_path / "v.txt", [*VOCAB[:7], "", "the", "\u3000", "un", " "])
     assert tokenizer.encode("the un") == [8, 10] and tokenizer.pieces[7:] == ["", "the", "\u3000", "un", " "]
-    (tmp_path / "v.txt").write_text("\n".join([*VOCAB, "the "]) + "\n", encoding="utf-8")
     line = rf"v.txt:{len(VOCAB) + 1}: 'the' is already on line 8"
-    refused(line, build_tokenizer, "BertWordPieceCase", tmp_path / "v.txt")
+    refused(line, wordpiece, tmp_path / "v.txt", [*VOCAB, "the "])
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])

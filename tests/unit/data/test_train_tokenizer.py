@@ -1,6 +1,4 @@
-"""Learned vocabularies: size, special pieces, determinism, and one line for what cannot be done.
-
-The tokenizer's flags come from a manifest; there is a hint where a dataset is not there."""
+"""Learned vocabularies: size, special pieces, determinism; and a tokenizer's flags from a dataset's manifest."""
 
 import json
 import random
@@ -24,6 +22,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_byte_bpe, train_sentencepiece, train_wordpiece
 from tests.datasets import write_dataset
 from tests.refusals import refused, wrong_arguments
+from tests.unit.conversion.conftest import wordpiece
 
 TOOL = Path(__file__).parents[3] / "tools" / "train_tokenizer.py"
 
@@ -43,12 +42,6 @@ def run(run_tool):
     return partial(run_tool, train_tokenizer)
 
 
-def wordpiece(path, pieces):
-    """Return the lower-casing tokenizer of these pieces."""
-    path.write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
-    return build_tokenizer("BertWordPieceLowerCase", path)
-
-
 def test_wordpiece_has_the_size_the_specials_no_duplicates_and_covers_every_word(corpus, tmp_path):
     pieces, alphabet = train_wordpiece(corpus, 150)
     assert len(pieces) == len(set(pieces)) == 150 and pieces[:5] == SPECIALS
@@ -56,7 +49,7 @@ def test_wordpiece_has_the_size_the_specials_no_duplicates_and_covers_every_word
     assert (alphabet.characters, alphabet.coverage, alphabet.summary()) == (alphabet.of, 1.0, "")
     cased, _ = train_wordpiece(corpus, 150, lower=False)
     assert any("D" in piece for piece in cased) and any("é" in piece for piece in cased)
-    tokenizer = wordpiece(tmp_path / "vocab.txt", pieces)
+    tokenizer = wordpiece(tmp_path / "vocab.txt", pieces, "BertWordPieceLowerCase")
     ids = [i for text in corpus for i in tokenizer.encode(text)]
     assert tokenizer.unk_id not in ids and len(ids) < sum(map(len, corpus)) / 2
     rare = list(map(chr, range(0x4E00, 0x4E08)))
@@ -99,22 +92,19 @@ def test_the_command_says_what_it_leaves_out_and_how_much_its_alphabet_covers(ru
     assert run(*flags, 60, "--cased").stderr == run(*flags, 60, "--type", "sentencepiece").stderr == ""
 
 
-STRIPPED = {
-    "red7": (3, 0),
-    "\u0e17\u0e35\u0e48\u0e19\u0e35\u0e48": (2, 2),  # Thai, two marks on each letter
-    "\u0939\u093f\u0928\u094d\u0926\u0940": (3, 1),  # Hindi: of the signs only the virama takes no space
-    "\u0939\u094b\u0902": (1, 1),  # a mark behind a sign that takes space
-    "\u304c\u304b": (2, 1),  # Japanese: ga becomes ka
-    "\ud55c\uad6d": (6, 0),  # Korean syllables fall into parts, all of which stay
-    "Vi\u1ec7t\u0451\u03ac": (6, 0),  # accents of Latin, Cyrillic and Greek
-    "\u05e9\u05c1\u05b8\u0645\u064f\u062d": (3, 0),  # points of Hebrew and Arabic
-    "\u4e2d\u6587": (2, 0),
-}
-"""Word → its letters, and those that lose a mark."""
-
-
-def test_letters_that_lose_a_mark_are_counted():
-    assert {word: vocabulary.count_stripped(word) for word in STRIPPED} == STRIPPED
+def test_letters_and_those_that_lose_a_mark_are_counted():
+    expected = {
+        "red7": (3, 0),
+        "\u0e17\u0e35\u0e48\u0e19\u0e35\u0e48": (2, 2),  # Thai, two marks on each letter
+        "\u0939\u093f\u0928\u094d\u0926\u0940": (3, 1),  # Hindi: of the signs only the virama takes no space
+        "\u0939\u094b\u0902": (1, 1),  # a mark behind a sign that takes space
+        "\u304c\u304b": (2, 1),  # Japanese: ga becomes ka
+        "\ud55c\uad6d": (6, 0),  # Korean syllables fall into parts, all of which stay
+        "Vi\u1ec7t\u0451\u03ac": (6, 0),  # accents of Latin, Cyrillic and Greek
+        "\u05e9\u05c1\u05b8\u0645\u064f\u062d": (3, 0),  # points of Hebrew and Arabic
+        "\u4e2d\u6587": (2, 0),
+    }
+    assert {word: vocabulary.count_stripped(word) for word in expected} == expected
 
 
 def test_sentencepiece_has_berts_ids_for_the_specials(corpus, tmp_path):
@@ -184,7 +174,7 @@ def test_wordpiece_learns_from_words_that_tokenization_divides(tmp_path):
     """Marks that are stripped do not count, and punctuation marks and ideographs are words of their own."""
     for word in ("a" * 100, "e\u0301" * 100, "ab." * 90, "\u4e2d" * 200, "a-" * 500):
         pieces, alphabet = train_wordpiece([word] * 3, 100)
-        tokenizer = wordpiece(tmp_path / "vocab.txt", pieces)
+        tokenizer = wordpiece(tmp_path / "vocab.txt", pieces, "BertWordPieceLowerCase")
         assert alphabet.long_words == 0 and tokenizer.unk_id not in tokenizer.encode(word), ascii(word[:3])
 
 

@@ -1,6 +1,4 @@
-"""Rare words: counted as words over whole corpora, cached once, found in a batch as written and nowhere else.
-
-The unigram level, and validation text of another kind than the training text, are as slow loops measure them."""
+"""Rare words, the unigram level and the shift to another kind of text, as slow loops count and measure them."""
 
 import math
 import os
@@ -8,6 +6,7 @@ from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -159,12 +158,9 @@ def test_a_damaged_cache_is_counted_again_with_a_notice(corpus, tmp_path, capsys
 
 
 def test_read_only_data_are_counted_at_every_start(corpus, tiny_corpus, monkeypatch):
-    def refuse_writing(*_):
-        raise OSError(30, "Read-only file system")
-
     folder = Path(tiny_corpus.prefix).parent
     before = sorted(folder.iterdir())
-    monkeypatch.setattr(atomic, "_new_file", refuse_writing)
+    monkeypatch.setattr(atomic, "_new_file", Mock(side_effect=OSError(30, "Read-only file system")))
     words, line = open_rare_words(*corpus, (3, 8))
     assert len(words) and sorted(folder.iterdir()) == before and "\n" not in line
     assert f"at every start, as {folder} cannot be written (Read-only file system); --index-cache-dir DIR" in line

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ddrp.model.attention.backends import attention_map, eager_attention
+from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention
 from megatron_ddrp.model.attention.logits import Attending
 from megatron_ddrp.model.embeddings import document_mask
 from megatron_ddrp.model.positions import PositionTerms
@@ -88,8 +89,9 @@ def make_case(
     return Case(*vectors, PositionTerms(scale, **chosen, lowest=lowest, highest=highest), ids, **rest)
 
 
-def answer(case, backend, dropout=0.0, heads=()):
+def answer(case, backend, dropout=0.0, heads=(), seed=0):
     """Context of the valid tokens, HCD's sum if heads are compared, and the gradients of a weighted sum of both."""
+    torch.manual_seed(seed)
     context, cosine = backend(case.attending(dropout, heads))
     assert (cosine is None) == (len(heads) == 0)
     found = (context * case.valid,) if cosine is None else (context * case.valid, cosine)
@@ -102,16 +104,28 @@ def reference(case):
     return answer(case.to("cpu", torch.float64), eager_attention)
 
 
-def reference_with_mask(case, keep, dropout):
-    """Eager attention in float64 under a given dropout mask `[b, h, s, s]`."""
+def dropped_maps(case, dropout, seed):
+    """What dropout leaves of the kernels' probabilities: the context of unit vectors. Needs head_dim = seq."""
+    torch.manual_seed(seed)
+    unit = torch.eye(case.query.shape[-1], device=case.query.device).expand_as(case.value)
+    return triton_attention(case.attending(dropout)._replace(value=unit))[0].detach().cpu()
 
-    def backend(attending):
+
+def assert_one_mask(case, **tolerance):
+    """Check that the kernels' passes drop the same, and the right share; return what they keep, `[b, h, s, s]`."""
+    dropout, seed = 0.25, 5  # a whole number of 1/65536
+    keep = dropped_maps(case, dropout, seed) > 0
+
+    def masked(attending):
         return attention_map(attending) * keep / (1 - dropout) @ attending.value, None
 
-    return answer(case.to("cpu", torch.float64), backend)
+    expected = answer(case.to("cpu", torch.float64), masked)
+    assert_close(answer(case, triton_attention, dropout, seed=seed), expected, **tolerance)
+    assert abs(keep[0].double().mean().item() - 0.75) < 5 * (0.25 * 0.75 / keep[0].numel()) ** 0.5
+    return keep
 
 
-def assert_answers_close(got, expected, **tolerance):
+def assert_close(got, expected, **tolerance):
     """`tolerance`: rtol and atol; every tensor is compared in the dtype of the expected one, on the CPU."""
     found = [x.detach().to(y) for x, y in zip(got, expected, strict=True)]
     torch.testing.assert_close(found, [y.detach() for y in expected], **tolerance)

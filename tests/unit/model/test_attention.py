@@ -15,7 +15,7 @@ from megatron_ddrp.model.attention.backends import BACKENDS, eager_attention
 from megatron_ddrp.model.attention.cpu import blocked_attention
 from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits, collect_values, spread
 from tests.reference import objectives
-from tests.reference.attention import attend, dot, within_window
+from tests.reference.attention import attend, within_window
 from tests.reference.positions import clip, over_pairs
 from tests.reference.tensors import assert_same, random
 from tests.unit.model.attention_cases import answer, make_case
@@ -55,10 +55,10 @@ def loop_logits(query, key, terms):
     """The contract's formula, pair by pair: query, key `[b, h, s, d]` → `[b, h, s, s]`."""
 
     def entry(b, q, k, head, i, j):
-        row, total = clip(i - j, terms.lowest, terms.highest) - terms.lowest, dot(q, k)
+        row, total = clip(i - j, terms.lowest, terms.highest) - terms.lowest, torch.dot(q, k)
         for vector, table in ((q, terms.query_table), (k, terms.key_table)):
             if table is not None:
-                total = total + dot(vector, table[head if len(table) > 1 else 0, row])
+                total = total + torch.dot(vector, table[head if len(table) > 1 else 0, row])
         total = total * terms.scale
         if terms.bias is not None:
             total = total + terms.bias.expand(-1, HEADS, -1, -1)[b if len(terms.bias) > 1 else 0, head, i, j]
@@ -89,13 +89,11 @@ TILED = [
 @pytest.mark.parametrize("heads", [[], [1, 2], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "backend, window, causal, tile_rows, kept_length, block_elements",
+    "backend, window, causal, tile_rows, kept, block_elements",
     [*(("blocked", *sizes) for sizes in TILED), *(("sdpa", *sizes) for sizes in TILED[3:])],
 )
-def test_backends_equal_eager(
-    backend, window, causal, tile_rows, kept_length, block_elements, kind, heads, monkeypatch
-):
-    sizes = {"KEPT_LENGTH": kept_length, "SMALLEST_TILE": tile_rows, "BLOCK_ELEMENTS": block_elements}
+def test_backends_equal_eager(backend, window, causal, tile_rows, kept, block_elements, kind, heads, monkeypatch):
+    sizes = {"KEPT_LENGTH": kept, "SMALLEST_TILE": tile_rows, "BLOCK_ELEMENTS": block_elements}
     for name, size in (sizes | {"TILE_ELEMENTS": 1}).items():
         monkeypatch.setattr(blocks, name, size)
     case = problem(kind, window=window, causal=causal)
@@ -193,21 +191,16 @@ def test_every_range_of_offsets_in_tiles_of_every_size(monkeypatch, lowest, high
     assert_all_close(*(answer(case, backend, heads=(0, 1)) for backend in (blocked_attention, eager_attention)))
 
 
-def nine_places():
-    """Two rows of nine tokens, and terms with two tables."""
-    return exact_case(NINE, -3, 2, tables="qk", heads=TILE_HEADS)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_second_backward_pass_finds_what_the_first_one_used(dropout):
-    case = nine_places()
+    case = exact_case(NINE, -3, 2, tables="qk", heads=TILE_HEADS)
     context, cosine = blocked_attention(case.attending(dropout, (0, 2)))
     loss = context.sin().sum() + cosine
     assert_all_close(*(torch.autograd.grad(loss, case.inputs, retain_graph=True) for _ in range(2)), atol=1e-12)
 
 
 def test_training_goes_on_after_scoring_in_inference_mode():
-    case = nine_places()
+    case = exact_case(NINE, -3, 2, tables="qk", heads=TILE_HEADS)
     with torch.inference_mode():
         scored, _ = blocked_attention(case.attending(heads=(0, 2)))
     context, *rest = answer(case, blocked_attention, heads=(0, 2))

@@ -23,7 +23,6 @@ import kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.nn import attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -39,7 +38,6 @@ from megatron_ddrp.model import fused
 from megatron_ddrp.model.attention import backends
 from megatron_ddrp.model.attention import cpu as blocks
 from megatron_ddrp.model.attention.backends import BACKENDS, eager_attention, refusal, resolve_backend, sdpa_attention
-from megatron_ddrp.model.attention.cpu import _draw_kept
 from megatron_ddrp.model.attention.gpu import triton_attention
 from megatron_ddrp.model.attention.gpu.triton_attention import LENGTHS
 from megatron_ddrp.model.attention.logits import Attending, Demand
@@ -179,10 +177,8 @@ def test_full_causal_rows_need_no_mask(monkeypatch):
     full = make_case([[1] * 7], 0, 0, causal=True).attending()._replace(layout=SimpleNamespace(full=True))
     for attending in (full, full._replace(window=2), make_case([[1] * 7], -1, 1, "q", causal=True).attending()):
         torch.testing.assert_close(sdpa_attention(attending)[0], eager_attention(attending)[0])
-    assert [(given["is_causal"], given["attn_mask"] is None) for given in called] == [
-        (True, True),
-        *[(False, False)] * 2,
-    ]
+    given = [(options["is_causal"], options["attn_mask"] is None) for options in called]
+    assert given == [(True, True), (False, False), (False, False)]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
@@ -204,7 +200,7 @@ def test_the_share_is_dropped_and_the_rest_rescaled_and_the_cosine_of_logits_kno
     compared = (Attending(query, key, value, PositionTerms(0.5), ids, heads, share) for share in (0.0, rate))
     assert torch.equal(*(BACKENDS[backend](attending)[1] for attending in compared))
     for share in (0.9999, 0.99999, 0.9999999):  # a rate just below one keeps almost nothing
-        assert _draw_kept(torch.empty(100_000), share).float().mean() < 5e-4
+        assert blocks._draw_kept(torch.empty(100_000), share).float().mean() < 5e-4
 
 
 @pytest.mark.parametrize("heads", [[], [0, 1]], ids=str)
@@ -231,7 +227,7 @@ def test_the_gradient_is_that_of_the_mask_drawn_in_the_forward_pass(backend, kep
 def test_dropout_acts_on_debertas_table_in_every_layer_and_in_training_alone(encoding):
     model = tiny_model(position_encoding=encoding, hidden_dropout=0.25, seq_length=64, relative_distance=32)
     shared = model.embeddings.position(torch.zeros(1, 64, dtype=torch.long))
-    identity = nn.Identity()  # so that both projections of the table are the table
+    identity = torch.nn.Identity()  # so that both projections of the table are the table
 
     def projected(layer):
         part = layer.layer_position
@@ -254,9 +250,7 @@ def test_dropout_acts_on_debertas_table_in_every_layer_and_in_training_alone(enc
 def test_dropout_acts_in_training_and_not_in_evaluation_and_a_seed_repeats_it(which, backend):
     batch = tiny_batch()
     draws, plain = some_draws(batch), tiny_model(attention_backend=backend)
-    dropping = tiny_model(attention_backend=backend, **{which: 0.5})
-    dropping.load_state_dict(plain.state_dict())
-    results = []
+    dropping, results = tiny_model(attention_backend=backend, **{which: 0.5}), []
     with torch.no_grad():
         for seed in (1, 1, 2):
             torch.manual_seed(seed)

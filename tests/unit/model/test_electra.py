@@ -10,30 +10,16 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import Electra, count_parameters, on_meta_device
 from megatron_ddrp.model.bert import generator_config
 from megatron_ddrp.model.heads import gumbel_argmax
-from megatron_ddrp.model.stages import Draws, Inputs, NoteInputs
+from megatron_ddrp.model.stages import Inputs, NoteInputs, layout_of
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.objectives.electra import half_as_deep
 from tests.reference import objectives as loops
 from tests.reference.tensors import assert_same
-from tests.unit.model.tiny import (
-    encode,
-    gradients,
-    named_sums,
-    packed_batch,
-    some_draws,
-    tiny_batch,
-    tiny_model,
-    with_keys,
-)
+from tests.unit.model.tiny import encode, gradients, named_sums, own_draws, packed_batch, tiny_batch, tiny_model
 
-ELECTRA = ObjectiveConfig(objective="electra")
+ELECTRA, RTD = (ObjectiveConfig(objective=name, tcd_weight=1.0, hcd_weight=0.01) for name in ("electra", "rtd"))
 tiny_electra = partial(tiny_model, objective=ELECTRA)
-RTD = ObjectiveConfig(objective="rtd", tcd_weight=1.0, hcd_weight=0.01)
 SHARED, DIFFERENCE = "embeddings.token.weight", "embeddings.difference.weight"
-
-
-def no_draws(batch, step=1):
-    return with_keys(batch, Draws.none(len(batch.input_ids), 2), step)
 
 
 def learned_from(model, loss):
@@ -47,20 +33,6 @@ def tiny_rtd(**changes):
     if hasattr(model.embeddings, "difference"):
         torch.nn.init.normal_(model.embeddings.difference.weight, std=0.4)
     return model
-
-
-def drawn_sums(model, batch):
-    return named_sums(model, batch, with_keys(batch, some_draws(batch, heads=((0, 2), (1, 2), (0, 1)))))
-
-
-def discriminator_view(model, batch, draws):
-    """(what the sampling stage hands on, what it was given)."""
-    state = Inputs.of(batch, draws)
-    for stage in model.stages():
-        if type(stage).__name__ == "SamplingStage":
-            return stage(state), state
-        state = stage(state)
-    raise AssertionError("no sampling stage")
 
 
 def test_the_generator_has_some_whole_heads_of_the_discriminators_size_or_half_of_the_layers():
@@ -82,7 +54,7 @@ def test_every_parameter_learns_and_each_model_from_its_own_loss_alone(encoding,
     """In ELECTRA both losses reach all embeddings; with two tables detection reaches only their difference."""
     changes = {"position_encoding": encoding, "layernorm_position": order, "relative_table": table}
     model = tiny_rtd(objective=objective, **changes)
-    sums = drawn_sums(model, tiny_batch(lengths=(7, 6, 5), vocab=11))
+    sums = named_sums(model, tiny_batch(lengths=(7, 6, 5), vocab=11))
     names = {name for name, _ in model.named_parameters()}
     by_generator = learned_from(model, sums["lm_loss"]).keys()
     by_discriminator = learned_from(model, sum(sums[name] for name in ("rtd_loss", "tcd_loss", "hcd_loss"))).keys()
@@ -110,7 +82,7 @@ def test_the_generator_reads_the_discriminators_embeddings_and_their_norm_throug
     embedded = lending.token(batch.input_ids) + lending.segment(batch.segment_ids)
     if lending.absolute is not None:
         embedded = embedded + lending.absolute(batch.position_ids)
-    fast = embeddings.embed(Inputs.of(batch, no_draws(batch)))
+    fast = embeddings.embed(Inputs.of(batch, own_draws(model, batch)))
     assert fast.shape == (2, 7, 8)
     lent = [p for name, p in lending.named_parameters() if not name.startswith("position.")]
     assert_same(fast, embeddings.projection(lending.norm(embedded)), [*lent, *embeddings.projection.parameters()])
@@ -121,8 +93,10 @@ def test_the_sums_are_those_of_the_loops():
     batch = tiny_batch(lengths=(7, 6, 5), vocab=5, predicted=3)
     seen_both = set()
     for step in range(6):
-        draws = no_draws(batch, step)
-        state, entered = discriminator_view(model, batch, draws)
+        draws = own_draws(model, batch, step)
+        state = Inputs.of(batch, draws)
+        for stage in model.stages()[: len(model.generator.layers) + 2]:  # the last one samples
+            entered, state = state, stage(state)
         chosen = batch.labels != IGNORED_LABEL
         logits = model.generator.head.logits(model.generator.head.last_hidden(entered.hidden[chosen]))
         originals = torch.where(chosen, batch.labels, batch.input_ids)
@@ -144,13 +118,9 @@ def test_the_sums_are_those_of_the_loops():
     assert seen_both == {True, False}, "the draws never met, or always met, the original: the test shows little"
 
 
-def test_recomputed_layers_give_the_same_and_the_encoder_is_the_discriminator():
-    batch = tiny_batch()
-    draws = with_keys(batch, some_draws(batch))
-    plain, recomputed = tiny_electra(), tiny_electra()
-    recomputed.checkpoint_activations = True
-    torch.testing.assert_close(recomputed(batch, draws).sums, plain(batch, draws).sums, rtol=0, atol=0)
-    bert, own = tiny_model(), dict(plain.named_parameters())
+def test_the_encoder_is_the_discriminator():
+    plain, bert, batch = tiny_electra(), tiny_model(), tiny_batch()
+    own = dict(plain.named_parameters())
     for name, parameter in bert.named_parameters():
         if name in own and not name.startswith("head."):
             parameter.data.copy_(own[name])
@@ -172,7 +142,7 @@ def test_two_look_ups_are_the_table_they_stand_for():
     model, batch = tiny_rtd(), tiny_batch(lengths=(7, 6, 5), vocab=11)
 
     def everything():
-        sums = drawn_sums(model, batch)
+        sums = named_sums(model, batch)
         return sums, learned_from(model, sums["lm_loss"] + 3 * sums["rtd_loss"] + sums["tcd_loss"])
 
     sums, found = everything()
@@ -187,10 +157,9 @@ def test_the_head_reads_each_documents_own_first_token():
     """Against loops, of packed rows with padding; every parameter of the head acts."""
     model = tiny_rtd(seq_length=16)
     batch = packed_batch(tiny_batch(lengths=(4, 3, 5)), [[0, 1], [2]])
-    state, _ = discriminator_view(model, batch, no_draws(batch))
     hidden = torch.randn(*batch.input_ids.shape, 12, dtype=torch.float64, requires_grad=True)
     params = dict(model.head.named_parameters())
-    fast = model.head.logits(hidden, state.inputs.layout.runs)
+    fast = model.head.logits(hidden, layout_of(batch).runs)
     documents = batch.document_ids.tolist()
     slow = torch.stack([loops.contextual_logits(*row, params) for row in zip(hidden, documents, strict=True)])
     valid = batch.document_ids > 0
@@ -198,6 +167,17 @@ def test_the_head_reads_each_documents_own_first_token():
     assert all(g.any() for g in torch.autograd.grad(slow.sum(), [p for p in params.values() if p.dim() > 1]))
     of_first = model.head.logits(hidden)  # as if every row were one document
     assert torch.equal(torch.isclose(fast[valid], of_first[valid]), batch.document_ids[valid] == 1)
+
+
+def test_a_generator_shares_embeddings_of_any_width():
+    """ELECTRA small: token, segment and absolute embeddings narrower than both models, tied to the output matrix."""
+    objective = ObjectiveConfig(objective="electra", generator_size=1 / 3)
+    model, batch = tiny_model(objective=objective, embedding_size=6, position_encoding="absolute"), tiny_batch()
+    assert model.generator.embeddings.projection.weight.shape == (4, 6)
+    assert model.generator.head.dense.weight.shape == (6, 4)
+    sums = named_sums(model, batch)
+    (gradient,) = torch.autograd.grad(sums["lm_loss"], model.embeddings.token.weight)
+    assert gradient.abs().max() > 1e-3 and sums["rtd_loss"] > 0
 
 
 def test_the_difference_starts_at_0_and_merging_changes_no_state():
@@ -229,5 +209,5 @@ def test_generator_and_discriminator_read_the_same_notes(objective):
     batch = tiny_batch(lengths=(7, 6, 5))
     notes = NoteInputs(torch.tensor([2, 9]), torch.ones(2, 12), torch.zeros(0, 1, dtype=torch.long))
     for embeddings in (model.generator.embeddings, model.embeddings):
-        plain, read = (embeddings.embed(Inputs.of(batch, no_draws(batch), given)) for given in (None, notes))
+        plain, read = (embeddings.embed(Inputs.of(batch, own_draws(model, batch), given)) for given in (None, notes))
         assert (plain != read).any(-1).flatten().nonzero().flatten().tolist() == [2, 9]

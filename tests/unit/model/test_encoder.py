@@ -16,10 +16,11 @@ from megatron_ddrp.model.stages import Draws, layout_of
 from megatron_ddrp.objectives.contract import make_objective
 from tests.refusals import refused
 from tests.unit.model.tiny import (
-    assert_every_backend_equals_the_twin,
+    assert_equals_twin,
     assert_same_gradients,
     encode,
     gradients,
+    own_draws,
     packed_batch,
     some_draws,
     tiny_batch,
@@ -46,21 +47,26 @@ def test_packing_changes_neither_sums_nor_gradients(encoding, backend, rows):
     assert_same_gradients(gradients(model, sums), gradients(model, expected), atol=1e-10)
 
 
+RECOMPUTED = [(name, table, "mth") for name in ENCODINGS for table in ("shared", "per-layer")]
+RECOMPUTED += [("ddrp", "shared", "electra"), ("ddrp", "shared", "head-disagreement")]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("relative_table", ["shared", "per-layer"])
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_activation_checkpointing_changes_nothing_and_recomputes(encoding, relative_table, dropout):
+@pytest.mark.parametrize("encoding, relative_table, name", RECOMPUTED)
+def test_activation_checkpointing_changes_nothing_and_recomputes(encoding, relative_table, name, dropout):
     """DeBERTa's decoder goes through the last layer twice more."""
     variant = {"position_encoding": encoding, "relative_table": relative_table}
+    options = ("value=0.5", "attention=2") if name == "head-disagreement" else ()
+    objective = ObjectiveConfig(objective=name, objective_options=options, tcd_weight=1.0, hcd_weight=0.01)
     batch, results = tiny_batch(), []
     for recomputes in (False, True):
         config, calls = tiny_config(**variant, hidden_dropout=dropout, attention_dropout=dropout), []
-        model = build_model(config, recomputes).double()
-        model.load_state_dict(tiny_model(**variant).state_dict())
+        model = build_model(config, recomputes, objective).double()
+        model.load_state_dict(tiny_model(objective=objective, **variant).state_dict())
         model.layers[-1].feed_forward.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         torch.manual_seed(3)
-        sums = model(batch, some_draws(batch)).sums
-        results.append({"sums": sums, **gradients(model, sums)})
+        sums = model(batch, own_draws(model, batch)).sums
+        results.append({"sums": sums, **gradients(model, sums, (1.0,) * 6)})  # of every term
         assert len(calls) == (1 + recomputes) * (3 if model.mask_decoder is not None else 1)
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
@@ -106,7 +112,7 @@ def uneven_batch():
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_any_encoding_can_be_given_the_decoder_and_it_is_on_for_deberta_unless_told_otherwise(encoding):
     model = tiny_model(position_encoding=encoding, deberta_emd=True, relative_table="per-layer")
-    assert_every_backend_equals_the_twin(model, packed_batch(uneven_batch(), [[1, 2], [0]]), NOTHING)
+    assert_equals_twin(model, packed_batch(uneven_batch(), [[1, 2], [0]]), NOTHING)
     for emd, expected in ((None, encoding == "deberta"), (True, True), (False, False)):
         model = on_meta_device(tiny_config(position_encoding=encoding, deberta_emd=emd))
         assert (model.mask_decoder is not None, len(model.stages())) == (expected, 3 if expected else 4)
@@ -160,22 +166,10 @@ def causal_batch():
     return batch._replace(labels=labels)
 
 
-def sums_of(model, batch, backend):
-    for layer in model.layers:
-        layer.attention.backend = backend
-    return model(batch, OF_TWO, None, layout_of(batch, causal=True)).sums
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_sums_and_gradients_of_the_causal_phase_equal_the_twins(name):
     """So no token reads one that follows, and entries of tables for following tokens do not learn."""
-    model, batch = tiny_model(**MODELS[name]), causal_batch()
-    expected = twin_sums(model, batch, OF_TWO, causal=True)[[0, 3]]
-    wanted = gradients(model, expected, (1.0,))
-    for backend in BACKENDS:
-        sums = sums_of(model, batch, backend)
-        torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10)
-        assert_same_gradients(gradients(model, sums, (1.0,)), wanted)
+    assert_equals_twin(tiny_model(**MODELS[name]), causal_batch(), OF_TWO, causal=True)
 
 
 @pytest.mark.parametrize("objective", ["mlm", "mth", "token-contrast", "head-disagreement"])

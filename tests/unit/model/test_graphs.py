@@ -28,7 +28,7 @@ from megatron_ddrp.model.positions.absolute import set_theta
 from megatron_ddrp.parallel.process_group import Ranks
 from tests.emulated_graphs import Capture, Emulator, captured_shapes
 from tests.refusals import refused
-from tests.unit.model.tiny import encode, gradients, packed_batch, some_draws, tiny_batch, tiny_model, with_keys
+from tests.unit.model.tiny import encode, gradients, own_draws, packed_batch, tiny_batch, tiny_model
 
 ROWS, SEQ, VOCABULARY = 2, 8, 40
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -294,7 +294,7 @@ def test_maps_of_one_input_have_the_gradients_of_maps_apart(with_bias, read):
     torch.testing.assert_close(*answers)
 
 
-SMALL_ELECTRA = ObjectiveConfig(objective="electra", generator_size=1.0)
+SMALL_ELECTRA = ObjectiveConfig(objective="electra", generator_size=1.0, tcd_weight=1.0, hcd_weight=0.01)
 COMPILED = {
     "post": {"position_encoding": "deberta", "layernorm_position": "post"},  # its mask decoder decodes places
     # The width of the feed-forward maps is the generator's: one graph serves both.
@@ -309,15 +309,15 @@ def test_a_compiled_model_has_the_sums_and_gradients_of_the_other_and_drops_noth
     batch = tiny_batch()
     answers = []
     for setting in ("off", "on"):
-        model = tiny_model(compile=setting, **changes)
-        sums = model(batch, with_keys(batch, some_draws(batch))).sums
+        model = tiny_model(compile=setting, **{"objective": ObjectiveConfig()} | changes)
+        sums = model(batch, own_draws(model, batch)).sums
         weights = range(1, 1 + len(sums))
         answers.append({"sums": sums, **gradients(model, sums, weights, retain_graph=False)})
     torch.testing.assert_close(answers[1], answers[0])
     stats = torch._dynamo.utils.counters["stats"]
     found = stats["unique_graphs"]
     for shorter in (tiny_batch((5, 4), 5), tiny_batch((6, 3, 1, 2), 6)):  # rows of every length share the graphs
-        gradients(model, model(shorter, with_keys(shorter, some_draws(shorter))).sums, retain_graph=False)
+        gradients(model, model(shorter, own_draws(model, shorter)).sums, retain_graph=False)
     assert stats["unique_graphs"] == found > 0
     dropping = (tiny_model(compile=setting, **changes, hidden_dropout=0.5).eval() for setting in ("on", "off"))
     torch.testing.assert_close(*(encode(model, batch) for model in dropping))

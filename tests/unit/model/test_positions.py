@@ -29,19 +29,9 @@ from tests.reference.positions import alibi_slopes, deberta_v2_buckets, deberta_
 from tests.reference.tensors import random, seeded
 from tests.refusals import refused, wrong_arguments
 from tests.unit.model.attention_cases import answer, make_case, reference
-from tests.unit.model.tiny import (
-    assert_same_gradients,
-    encode,
-    gradients,
-    some_draws,
-    tiny_batch,
-    tiny_config,
-    tiny_model,
-    twin_sums,
-)
+from tests.unit.model.tiny import assert_equals_twin, encode, some_draws, tiny_batch, tiny_config, tiny_model
 
 SEQ = 7
-RANKS = Ranks(0, 1, torch.device("cpu"))
 TABLED = [name for name in ENCODINGS if (own := encoding_class(name)).is_relative and own.relative_distance]
 """Encodings that `--relative-distance` acts on."""
 LIMITED = [name for name in ENCODINGS if encoding_class(name).limits_length]
@@ -55,10 +45,7 @@ DISTANCES = {name: [1, 3, 4, SEQ, 12, 128] for name in TABLED} | {"deberta-v2": 
 def test_a_layer_with_any_relative_distance_equals_the_twin(name, distance):
     model = tiny_model(position_encoding=name, relative_distance=distance, num_layers=1, deberta_emd=False)
     batch = tiny_batch(lengths=(SEQ, 3))
-    draws = some_draws(batch, heads=((0, 2),))
-    sums, expected = model(batch, draws).sums, twin_sums(model, batch, draws)
-    torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(gradients(model, sums), gradients(model, expected))
+    assert_equals_twin(model, batch, some_draws(batch, heads=((0, 2),)))
 
 
 @pytest.mark.parametrize("distance", [1, 4, 5, 7, 8, 9, 10, 20, 32, 64, 128, 300, 512])
@@ -309,14 +296,9 @@ class Part(LayerPositions):
 
 
 def test_weight_decay_spares_norms_of_any_name_and_the_gains_of_a_layer_part():
-    modules = {
-        "scaling": nn.LayerNorm(3),
-        "squares": nn.RMSNorm(3),
-        "map": nn.Linear(3, 3),
-        "part": Part(ModelConfig()),
-    }
+    parts = {"scaling": nn.LayerNorm(3), "squares": nn.RMSNorm(3), "map": nn.Linear(3, 3), "part": Part(ModelConfig())}
     expected = {"scaling.weight", "scaling.bias", "squares.weight", "map.bias", "part.factor"}
-    assert names_without_decay(nn.ModuleDict(modules)) == expected
+    assert names_without_decay(nn.ModuleDict(parts)) == expected
 
 
 def test_in_a_causal_phase_a_stage_of_a_pipeline_without_tables_has_as_many_groups():
@@ -325,7 +307,7 @@ def test_in_a_causal_phase_a_stage_of_a_pipeline_without_tables_has_as_many_grou
     alone = []
     for encoding in ("bert-r", "nope"):
         model = tiny_model(position_encoding=encoding)
-        groups = build_optimizer(model, config, RANKS).param_groups
+        groups = build_optimizer(model, config, Ranks(0, 1, torch.device("cpu"))).param_groups
         assert sum(len(group["params"]) for group in groups) == len(list(model.parameters())) and len(groups) == 3
         alone.append([groups[2]["weight_decay"], groups[2].get(OF_TABLES), len(groups[2]["params"])])
     assert alone == [[0.01, True, 1], [0.01, False, 1]]

@@ -12,9 +12,7 @@ from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention.backends import BACKENDS
-from megatron_ddrp.model.bert import SampleKeys
-from megatron_ddrp.model.stages import Draws
-from megatron_ddrp.objectives.contract import sample_keys
+from megatron_ddrp.model.stages import Draws, layout_of
 from tests.reference import attention, objectives, positions
 
 TINY = {
@@ -83,9 +81,15 @@ def some_draws(batch, heads=((0, 2), (1, 2)), tokens=3):
     return Draws(token_mask, torch.tensor(heads, dtype=torch.long))
 
 
-def named_sums(model, batch, draws, notes=None):
-    """The sums that a model gives, by name."""
-    return dict(zip(model.head.objective.sum_names, model(batch, draws, notes).sums, strict=True))
+def own_draws(model, batch, step=1):
+    """What the objective of a model draws for a batch."""
+    return model.head.objective.draw(batch.map(torch.Tensor.numpy), model.config, 1234, step)
+
+
+def named_sums(model, batch, draws=None):
+    """The sums that a model gives, by name; left out, the draws are its own."""
+    sums = model(batch, draws or own_draws(model, batch)).sums
+    return dict(zip(model.head.objective.sum_names, sums, strict=True))
 
 
 def encode(model, batch):
@@ -96,7 +100,7 @@ def encode(model, batch):
 def gradients(model, sums, weights=(0.7, 1.3, 0.9), retain_graph=True):
     """Gradient of the weighted sum of the first terms by parameter name; zeros where one does not take part."""
     parameters = dict(model.named_parameters())
-    total = (sums[: len(weights)] * torch.tensor(weights, dtype=sums.dtype)).sum()
+    total = (sums[: len(weights)] * torch.tensor(weights[: len(sums)], dtype=sums.dtype)).sum()
     options = {"allow_unused": True, "materialize_grads": True, "retain_graph": retain_graph}
     values = torch.autograd.grad(total, list(parameters.values()), **options)
     return dict(zip(parameters, values, strict=True))
@@ -238,19 +242,14 @@ def twin_sums(model, batch, draws, causal=False):
     return torch.stack(sums)
 
 
-def with_keys(batch, draws, step=1):
-    keys = sample_keys(batch.sequence_ids.numpy(), batch.position_ids.numpy(), 1234, step)
-    return draws._replace(own=SampleKeys(keys))
-
-
-def assert_every_backend_equals_the_twin(model, batch, draws):
-    """Hold the sums of a model, and every parameter's gradient, against those of its twin, and return its sums."""
-    expected = twin_sums(model, batch, draws)
+def assert_equals_twin(model, batch, draws, causal=False):
+    """Hold a model's sums and gradients, with every backend, against those of its twin, and return the twin's sums."""
+    expected = twin_sums(model, batch, draws, causal)[[0, 3] if causal else slice(None)]
     expected_gradients = gradients(model, expected)
     for backend in BACKENDS:
         for layer in model.layers:
             layer.attention.backend = backend
-        sums = model(batch, draws).sums
+        sums = model(batch, draws, None, layout_of(batch, causal)).sums
         torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=partial("{}: {}".format, backend))
         assert_same_gradients(gradients(model, sums), expected_gradients)
     return expected

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ddrp.config import ModelConfig, encoding_class
-from megatron_ddrp.config.registry import ENCODINGS
+from megatron_ddrp.config import ENCODINGS, ModelConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import graphs, heads, triton_loss
 from megatron_ddrp.model.attention.backends import eager_attention
@@ -26,7 +25,7 @@ from megatron_ddrp.model.attention.logits import Attending
 from megatron_ddrp.model.triton_loss import OPTIONS, sum_of_losses
 from tests.reference import objectives
 from tests.unit.model import test_graphs
-from tests.unit.model.attention_cases import answer, assert_answers_close, make_case, reference, reference_with_mask
+from tests.unit.model.attention_cases import answer, assert_close, assert_one_mask, dropped_maps, make_case, reference
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,15 +110,15 @@ def both(case):
     return answer(case, triton_attention), reference(case)
 
 
-def assert_close_by_size(got, expected):
+def assert_close_by_size(got, expected, share=1e-5):
     """fp32 leaves errors of sums in proportion to the largest number."""
     for x, y in zip(got, expected, strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
+        torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=share * max(1.0, y.abs().max().item()))
 
 
 @pytest.mark.parametrize("document_ids, bounds, options", CASES.values(), ids=CASES)
 def test_equals_eager_in_float64(document_ids, bounds, options):
-    assert_answers_close(*both(make_case(document_ids, *bounds, **options)), **CLOSE)
+    assert_close(*both(make_case(document_ids, *bounds, **options)), **CLOSE)
 
 
 @pytest.mark.parametrize("options", [{"tables": "qk"}, {"tables": "V"}, {"bias_batch": 1}, {}], ids=str)
@@ -132,11 +131,7 @@ def test_full_rows_need_no_documents(options):
         assert plan_of(Facts.of(attending)).full
         return triton_attention(attending._replace(document_ids=attending.document_ids * 0))
 
-    answers = []
-    for backend in (triton_attention, full):
-        torch.manual_seed(3)
-        answers.append(answer(case, backend, 0.2))
-    assert all(map(torch.equal, *answers))
+    assert all(map(torch.equal, *(answer(case, backend, 0.2) for backend in (triton_attention, full))))
     ragged = make_case([[1] * 80], -4, 3).attending()._replace(layout=SimpleNamespace(full=True))
     assert not plan_of(Facts.of(ragged)).full
 
@@ -187,10 +182,10 @@ def test_half_precision_stays_near_and_an_offset_bias_is_read_in_fp32():
     case = make_case(PADDED, -4, 3, tables="qk", heads=2, dtype=torch.float16)  # the interpreter multiplies no bfloat16
     got, expected = both(case)
     assert {x.dtype for x in got} == {torch.float16}
-    assert_answers_close(got, expected, rtol=8 * step, atol=8 * step)
+    assert_close(got, expected, rtol=8 * step, atol=8 * step)
     case = make_case(PADDED, -16, 16, tables="V", heads=2, dtype=torch.float16)
     case.terms = case.terms.map(lambda x, _: (x.detach().float() - 255).requires_grad_())
-    assert_answers_close(*both(case), rtol=8 * step, atol=8 * step)
+    assert_close(*both(case), rtol=8 * step, atol=8 * step)
 
 
 def test_nothing_is_written_for_an_offset_bias_that_does_not_learn(monkeypatch):
@@ -203,23 +198,10 @@ def test_nothing_is_written_for_an_offset_bias_that_does_not_learn(monkeypatch):
     assert all(map(torch.equal, gradients, expected[1:4]))
 
 
-def dropped_probabilities(case, dropout, seed):
-    """What dropout leaves of the probabilities: the context of unit vectors. Needs head_dim = seq."""
-    torch.manual_seed(seed)
-    unit = torch.eye(case.query.shape[-1]).expand_as(case.value)
-    return triton_attention(case.attending(dropout)._replace(value=unit))[0].detach()
-
-
 @pytest.mark.parametrize("bounds", [(-4, 3), (-20, 30)], ids=str)
 def test_dropout_draws_one_mask_for_forward_and_backward(bounds):
     case = make_case([[1] * 40, [1] * 33 + [0] * 7], *bounds, tables="qkV", heads=2, head_dim=40, bias_batch=1)
-    dropout = 0.25  # a whole number of 1/65536
-    keep = dropped_probabilities(case, dropout, 5) > 0
-    torch.manual_seed(5)
-    got = answer(case, triton_attention, dropout)
-    assert_answers_close(got, reference_with_mask(case, keep, dropout), **CLOSE)
-    share = keep[0].double().mean().item()
-    assert abs(share - 0.75) < 5 * (0.25 * 0.75 / keep[0].numel()) ** 0.5
+    keep = assert_one_mask(case, **CLOSE)
     assert not torch.equal(keep[0, 0], keep[0, 1]), "heads share a mask"
     assert not torch.equal(keep[0, :, :33], keep[1, :, :33]), "sequences share a mask"
     for lines in (keep[0, 0].double(), keep[0, 0].double().T):
@@ -229,18 +211,18 @@ def test_dropout_draws_one_mask_for_forward_and_backward(bounds):
 def test_dropout_drops_its_share_and_every_entry_for_itself_whatever_the_tiles(monkeypatch):
     case = make_case([[1] * 64], -4, 3, tables="q", head_dim=64, scale=0.01)
     exact = round(0.1 * module.DROPOUT_STEPS) / module.DROPOUT_STEPS
-    dropped = torch.stack([dropped_probabilities(case, 0.1, seed)[0, 0] == 0 for seed in range(8)])  # [8, 64, 64]
+    dropped = torch.stack([dropped_maps(case, 0.1, seed)[0, 0] == 0 for seed in range(8)])  # [8, 64, 64]
     assert abs(dropped.double().mean().item() - exact) < 4 * (0.1 * 0.9 / dropped.numel()) ** 0.5
     for lag in (1, 2, 3, 8, 16):  # in a row, the two columns of one hash among them, and in a column
         for both_dropped in (dropped[..., lag:] & dropped[..., :-lag], dropped[:, lag:] & dropped[:, :-lag]):
             deviation = (exact**2 * (1 - exact**2) / both_dropped.numel()) ** 0.5
             assert abs(both_dropped.double().mean().item() - exact**2) < 4.5 * deviation, lag
-    torch.testing.assert_close(dropped_probabilities(case, 0.1, 0).sum(-1).mean().item(), 1.0, rtol=0, atol=0.03)
+    torch.testing.assert_close(dropped_maps(case, 0.1, 0).sum(-1).mean().item(), 1.0, rtol=0, atol=0.03)
     case = make_case([[1] * 40], -4, 3, tables="q", head_dim=40)
-    before = dropped_probabilities(case, 0.3, 7)
-    assert not torch.equal(before, dropped_probabilities(case, 0.3, 8))
+    before = dropped_maps(case, 0.3, 7)
+    assert not torch.equal(before, dropped_maps(case, 0.3, 8))
     monkeypatch.setattr(module, "tiles", lambda *_: Tiles(*(Tile(16, 64, 4, 1),) * 4))
-    torch.testing.assert_close(dropped_probabilities(case, 0.3, 7), before)
+    torch.testing.assert_close(dropped_maps(case, 0.3, 7), before)
 
 
 def test_runs_repeat_bit_by_bit_also_under_activation_checkpointing():
@@ -252,10 +234,7 @@ def test_runs_repeat_bit_by_bit_also_under_activation_checkpointing():
 
         return checkpoint(run, *attending[:3], use_reentrant=False), None
 
-    answers = []
-    for backend in (triton_attention, triton_attention, checkpointed):
-        torch.manual_seed(3)
-        answers.append(answer(case, backend, 0.2))
+    answers = [answer(case, backend, 0.2) for backend in (triton_attention, triton_attention, checkpointed)]
     assert all(map(torch.equal, answers[0] * 2, answers[1] + answers[2]))
 
 
@@ -295,12 +274,8 @@ def test_heads_are_compared_as_by_eager(document_ids, bounds, options, heads):
         return cosine, *torch.autograd.grad(cosine, case.inputs, allow_unused=True, materialize_grads=True)
 
     alone = compared(case, triton_attention, dropout)
-    assert_answers_close(alone, compared(case.to("cpu", torch.float64), eager_attention), **CLOSE)
-    answers = []
-    for chosen in ((), heads):
-        torch.manual_seed(7)
-        answers.append(answer(case, triton_attention, dropout, chosen))
-    (_, *of_context), (_, _, *together) = answers
+    assert_close(alone, compared(case.to("cpu", torch.float64), eager_attention), **CLOSE)
+    (_, *of_context), (_, _, *together) = (answer(case, triton_attention, dropout, chosen) for chosen in ((), heads))
     wanted = [without + part for without, part in zip(of_context, alone[1:], strict=True)]
     torch.testing.assert_close(together, wanted, rtol=1e-4, atol=1e-5)
 
@@ -313,9 +288,7 @@ def test_heads_compared_in_half_precision_stay_near():
         _, cosine = backend(problem.attending(heads=(0, 2)))
         inputs = [x for x in problem.inputs if x is not problem.value]
         answers.append((cosine, *torch.autograd.grad(1000 * cosine, inputs)))
-    for got, expected in zip(*answers, strict=True):
-        allowed = 16 * torch.finfo(torch.float16).eps * max(1.0, expected.abs().max().item())
-        torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=allowed)
+    assert_close_by_size(*answers, 16 * torch.finfo(torch.float16).eps)
 
 
 TILE_ROWS = 256

@@ -14,7 +14,7 @@ from megatron_ddrp.objectives.contract import losses_of, make_objective, sample_
 from megatron_ddrp.objectives.electra import NoteDictionary, window_places
 from megatron_ddrp.objectives.masked import MaskedLM
 from tests.reference import objectives as loops
-from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_model, with_keys
+from tests.unit.model.tiny import own_draws, packed_batch, tiny_batch, tiny_model
 
 SEQ = 16
 WORDS = RareWords(np.arange(4, dtype=np.uint64), np.full(4, 100), np.arange(4), np.arange(1, 5))
@@ -159,13 +159,8 @@ def test_an_objective_is_of_the_class_that_its_name_has_now(monkeypatch):
 def test_each_rate_has_its_own_count():
     totals = dict.fromkeys(("lm_loss", "tcd_loss", "hcd_loss", "rtd_loss"), 0.0) | {"sequences": 3, "predicted": 20}
     totals |= {"lm_correct": 7, "generator_correct": 5, "tokens": 80, "rtd_correct": 60, "replaced": 16}
-    of_electra = {
-        "generator_accuracy": 5 / 20,
-        "rtd_accuracy": 60 / 80,
-        "rtd_recall": 4 / 16,
-        "replaced_share": 16 / 80,
-    }
-    for name, expected in (("mlm", {"lm_accuracy": 7 / 20}), ("electra", of_electra)):
+    electra = {"generator_accuracy": 5 / 20, "rtd_accuracy": 60 / 80, "rtd_recall": 4 / 16, "replaced_share": 16 / 80}
+    for name, expected in (("mlm", {"lm_accuracy": 7 / 20}), ("electra", electra)):
         row = losses_of(totals | {"replaced_found": 4}, make_objective(ObjectiveConfig(name)))
         assert row | expected == row
 
@@ -174,25 +169,19 @@ def dictionary(width=WIDTH, **changes):
     return NoteDictionary(WORDS, width, ObjectiveConfig(notes=True, notes_window=2, **changes))
 
 
-def noted_batch(predicted=2, seed=0):
+def noted_batch():
     """Rows of 7, 6 and 4 tokens with words 1 (two pieces), 2 and 3; a piece of the second word 1 is to be predicted."""
-    batch = tiny_batch(lengths=(7, 6, 4), predicted=predicted, seed=seed)
     note_ids = torch.tensor([[0, 1, -1, 2, 0, 1, -1], [0, 3, 0, 2, -2, 0, 0], [0, 0, 1, 0, 0, 0, 0]])
-    return batch._replace(note_ids=note_ids)
+    return tiny_batch(lengths=(7, 6, 4))._replace(note_ids=note_ids)
 
 
 def model_for(objective, **changes):
     return tiny_model(objective=ObjectiveConfig(objective=objective, notes=True, notes_mix=0.5), **changes)
 
 
-def draws_of(batch, objective):
-    draws = some_draws(batch) if objective != "mlm" else some_draws(batch, heads=((), ()), tokens=0)
-    return with_keys(batch, draws) if objective == "electra" else draws
-
-
-def run(model, batch, notes, objective="mlm"):
-    inputs, occurrences = notes.inputs(batch.map(lambda tensor: tensor.numpy()))
-    return *model(batch, draws_of(batch, objective), inputs), occurrences
+def run(model, batch, notes):
+    inputs, occurrences = notes.inputs(batch.map(torch.Tensor.numpy))
+    return *model(batch, own_draws(model, batch), inputs), occurrences
 
 
 def filled(seed=3, **changes):
@@ -222,7 +211,7 @@ def test_the_model_takes_the_notes_of_its_last_hidden_states(objective):
     model, batch = model_for(objective, layernorm_position="pre"), noted_batch()
     states = []
     model.head.final_norm.register_forward_hook(lambda module, entered, left: states.append(left.detach()))
-    _, taken, occurrences = run(model, batch, dictionary(), objective)
+    _, taken, occurrences = run(model, batch, dictionary())
     spans = [(0, 1, 2), (0, 3, 3), (0, 5, 6), (1, 1, 1), (1, 3, 4), (2, 2, 2)]  # row, first, last
     hidden = next(state for state in states if state.shape == (3, 7, WIDTH))
     expected = [loops.note(hidden[row, : (7, 6, 4)[row]], first, last, 2) for row, first, last in spans]
@@ -268,7 +257,7 @@ def test_the_input_is_that_of_the_loops(encoding, objective):
     embeddings = model.embeddings
     entered = []
     embeddings.norm.register_forward_hook(lambda module, tensors, left: entered.append(tensors[0].detach()))
-    run(model, batch, notes, objective)
+    run(model, batch, notes)
     assert len(entered) == 1 + (objective == "electra")
     embedded = embeddings.token(batch.input_ids) + embeddings.segment(batch.segment_ids)
     if encoding == "absolute":
@@ -291,12 +280,11 @@ def test_the_input_is_that_of_the_loops(encoding, objective):
 def test_a_row_of_several_documents_gives_the_sums_and_notes_of_one_each(objective):
     model, batch, notes = model_for(objective, seq_length=16), noted_batch(), filled()
     packed = packed_batch(batch, [[2, 0], [1]])
-    ours, theirs = run(model, packed, notes, objective), run(model, batch, notes, objective)
+    ours, theirs = run(model, packed, notes), run(model, batch, notes)
     torch.testing.assert_close(ours[0], theirs[0])
     by_name = [
         {(s, p): vector for s, p, vector in zip(o.sequence_ids.tolist(), o.position_ids.tolist(), taken, strict=True)}
         for _, taken, o in (ours, theirs)
     ]
-    assert by_name[0].keys() == by_name[1].keys() and len(by_name[0]) == 6
-    for name, vector in by_name[1].items():
-        torch.testing.assert_close(by_name[0][name], vector)
+    torch.testing.assert_close(*by_name)
+    assert len(by_name[0]) == 6

@@ -14,14 +14,14 @@ from megatron_ddrp.model import embeddings as similarity
 from megatron_ddrp.model.attention.logits import Attended, Attending
 from megatron_ddrp.model.heads import masked_lm_sum
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.stages import Draws, Inputs
+from megatron_ddrp.model.stages import Inputs
 from megatron_ddrp.objectives import contract
 from megatron_ddrp.objectives.contract import Rate, Term, make_objective
 from megatron_ddrp.objectives.masked import PARTS, MaskedLM, agreement, contrast_sum, document_lengths
 from tests.reference import objectives as twin
 from tests.reference.tensors import assert_same, random
 from tests.refusals import refused
-from tests.unit.model.tiny import encode, named_sums, packed_batch, tiny_batch, tiny_config, tiny_model
+from tests.unit.model.tiny import encode, named_sums, own_draws, packed_batch, tiny_batch, tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
 LENGTHS = (7, 4, 2, 1, 0)
@@ -105,16 +105,10 @@ def test_zero_vectors_give_finite_values_and_gradients(dtype):
 ALL = ObjectiveConfig(objective="head-disagreement", objective_options=("value=0.5", "attention=2"))
 DOCUMENTS = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 1, 2, 0, 0, 0]])
 """The last document is a single token, which does not count."""
-TOKENS = {(0, 1): [0, 1, 2], (0, 2): [3, 4], (1, 1): [0, 1]}
-
-
-def drawn(batch, objective=ALL):
-    draws = Draws.none(len(batch.input_ids), 2)
-    return draws._replace(own=make_objective(objective).draw_own(batch.map(lambda x: x.numpy()), 1234, 1))
 
 
 def own_sums(model, batch):
-    sums = named_sums(model, batch, drawn(batch))
+    sums = named_sums(model, batch)
     return {part: sums[f"{part}_disagreement_loss"] for part in PARTS}
 
 
@@ -135,7 +129,7 @@ def test_each_part_and_its_gradient_are_those_of_the_loops(part):
     lengths = torch.from_numpy(document_lengths(DOCUMENTS.numpy()))
     fast = agreement(part, Attended(attending, context, lambda x: x.mean(1)), lengths)
     slow = torch.zeros((), dtype=torch.float64)
-    for (row, _), tokens in TOKENS.items():
+    for row, tokens in ((0, [0, 1, 2]), (0, [3, 4]), (1, [0, 1])):
         if part == "attention":
             maps = twin.probabilities(0.5 * query[row] @ key[row].transpose(1, 2) + bias[0], tokens)
             slow = slow - twin.of_maps(maps, tokens)
@@ -152,7 +146,7 @@ def test_a_model_sums_its_layers(encoding, local):
     model, batch = tiny_model(objective=ALL, **settings), tiny_batch(lengths=(7, 4, 1))
     ours = own_sums(model, batch)
     expected = dict.fromkeys(PARTS, torch.zeros((), dtype=torch.float64))
-    state = model.embeddings(Inputs.of(batch, drawn(batch)))
+    state = model.embeddings(Inputs.of(batch, own_draws(model, batch)))
     for layer in model.layers:
         logits, values = layer.logits(state), layer.attention.split(layer.attention.value(state.hidden))
         for row, tokens in enumerate((range(7), range(4))):
@@ -173,15 +167,7 @@ def test_a_row_of_several_documents_gives_the_sums_of_one_each(encoding):
     torch.testing.assert_close(own_sums(model, packed_batch(batch, [[0, 2], [1]])), own_sums(model, batch))
 
 
-def test_recomputed_layers_give_the_same_gradients_and_an_encoder_is_not_looked_into(monkeypatch):
-    batch, found = tiny_batch(), []
-    for recomputes in (False, True):
-        model = tiny_model(objective=ALL)
-        model.checkpoint_activations = recomputes
-        sum(own_sums(model, batch).values()).backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+def test_an_encoder_is_not_looked_into(monkeypatch):
     model, batch = tiny_model(objective=ALL), tiny_batch()
     plain = encode(tiny_model(), batch)
     monkeypatch.setattr("megatron_ddrp.objectives.masked.agreement", None)
@@ -209,7 +195,7 @@ def test_weights_choose_the_parts_and_nothing_is_computed_without():
     plain, without = tiny_model(), tiny_model(objective=none)
     assert without.layers[0].attention.judge is None
     batch = tiny_batch()
-    assert torch.equal(without(batch, drawn(batch, none)).sums, plain(batch, Draws.none(3, 2)).sums)
+    assert torch.equal(*(model(batch, own_draws(model, batch)).sums for model in (without, plain)))
 
 
 def test_the_dry_run_counts_the_maps_that_are_kept():
@@ -242,10 +228,9 @@ def test_the_sum_and_its_gradient_are_those_of_the_loops(margin):
         documents[row, document, tokens] = True
     fast = contrast_sum(hidden, documents, margin)
     slow = sum(twin.contrast(hidden[row], tokens, margin) for (row, _), tokens in own.items())
-    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-12)
-    got, expected = (torch.autograd.grad(x, hidden, retain_graph=True)[0] for x in (fast, slow))
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-    assert expected[0].any() and not expected[2].any()
+    assert_same(fast, slow, [hidden], atol=1e-12)
+    (gradient,) = torch.autograd.grad(slow, hidden)
+    assert gradient[0].any() and not gradient[2].any()
     documents = torch.ones(1, 1, 3, dtype=torch.bool)
     assert contrast_sum(torch.ones(1, 3, 4), documents, 0.5).item() == pytest.approx(0.5), "equal tokens"
     zeros = torch.zeros(1, 3, 4, requires_grad=True)
@@ -255,17 +240,13 @@ def test_the_sum_and_its_gradient_are_those_of_the_loops(margin):
 
 def test_the_model_gives_it_beside_masked_lm_packing_changes_nothing_and_options_act():
     model, batch = tiny_model(objective=CONTRAST, seq_length=16), tiny_batch(lengths=(7, 4, 2))
-    none = Draws.none(3, 2)
-    sums = named_sums(model, batch, none)
-    hidden = model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
-    expected = sum(twin.contrast(row, list(range(n)), 0.5) for row, n in zip(hidden, (7, 4, 2), strict=True))
+    sums, rows = named_sums(model, batch), zip(encode(model, batch), (7, 4, 2), strict=True)
+    expected = sum(twin.contrast(hidden, list(range(n)), 0.5) for hidden, n in rows)
     torch.testing.assert_close(sums["contrast_loss"], expected)
     assert sums["lm_loss"] > 0 and sums["contrast_loss"] > 0
-    packed = packed_batch(batch, [[0, 2], [1]])
-    draws = Draws(torch.empty(2, 2, 0, dtype=torch.long), none.heads)
-    torch.testing.assert_close(named_sums(model, packed, draws), sums)
+    torch.testing.assert_close(named_sums(model, packed_batch(batch, [[0, 2], [1]])), sums)
     changed = ObjectiveConfig(objective="token-contrast", objective_options=("weight=0.2", "margin=0.9"))
     strong = tiny_model(objective=changed, seq_length=16)
     assert {term.name: term.weight for term in strong.head.objective.terms}["contrast_loss"] == 0.2
-    more = named_sums(strong, batch, none)
+    more = named_sums(strong, batch)
     assert more["contrast_loss"] > sums["contrast_loss"] and more["lm_loss"] == sums["lm_loss"]

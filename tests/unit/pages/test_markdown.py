@@ -12,21 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ddrp.pages import markdown
+from megatron_ddrp.pages import markdown, plotting
 from megatron_ddrp.pages.markdown import Table, as_csv, as_latex, code, escape, latex, write_page, write_tables
-from megatron_ddrp.pages.plotting import (
-    FORMATS,
-    Line,
-    Panel,
-    draw_curves,
-    figure_tools,
-    run_style,
-    save_figure,
-    save_figures,
-    short_names,
-    thousands,
-    wrap_title,
-)
+from megatron_ddrp.pages.plotting import Line, Panel, draw_curves, run_style, short_names, thousands
 from tests.refusals import refused
 
 NAMES = ["runs/a_b-c.1", "<script>alert(1)</script>", "a|b", "`x`", r"c:\d\|e", "*x* & [y](javascript:z)", "&lt;b&gt;"]
@@ -116,23 +104,23 @@ def test_folders_runs_numbers_and_titles_are_told_apart_and_whole() -> None:
     assert len({(style["color"], style["marker"]) for style in map(run_style, range(49))}) == 49
     assert [thousands(x) for x in (65_000.0, 312.0, 62.5, 5.75, -0.003)] == ["65,000", "312", "62.5", "5.75", "−0.003"]
     title = "Development scores of eleven encoders on all of the tasks of GLUE at the best grid point"
-    lines = wrap_title(title, 4.0).split("\n")
+    lines = plotting.wrap_title(title, 4.0).split("\n")
     assert " ".join(lines) == title and max(map(len, lines)) <= 36
 
 
 def save(path: Path) -> dict[str, bytes]:
     """Save one figure, and return the content of its files by ending."""
-    figure, axis = figure_tools().subplots(figsize=(3, 2))
+    figure, axis = plotting.figure_tools().subplots(figsize=(3, 2))
     axis.plot([0, 1], [0, -1], label="ddrp & mth")
     axis.set(title="σ of 3 seeds", xlabel="tokens")
     axis.legend()
-    save_figure(figure, path)
+    plotting.save_figure(figure, path)
     return {file.suffix: file.read_bytes() for file in path.parent.iterdir() if file.stem == path.stem}
 
 
 def test_a_figure_has_a_png_a_pdf_and_an_svg_whose_text_stays_text_the_same_another_day(tmp_path, monkeypatch):
     files = save(tmp_path / "losses.png")
-    assert files.keys() == FORMATS.keys()
+    assert files.keys() == plotting.FORMATS.keys()
     assert files[".png"].startswith(b"\x89PNG")
     assert files[".pdf"].startswith(b"%PDF") and b"/FontFile2" in files[".pdf"] and b"/Type3" not in files[".pdf"]
     assert all(f">{text}</text>".encode() in files[".svg"] for text in ("ddrp &amp; mth", "σ of 3 seeds", "tokens"))
@@ -159,7 +147,7 @@ def test_a_figure_without_data_or_that_cannot_be_written_leaves_no_file_and_othe
     save(tmp_path / "speed.png")
     (tmp_path / "speed.json").write_text("{}")
     for _ in range(2):
-        assert save_figures(tmp_path, {"speed.png": lambda: None}) == []
+        assert plotting.save_figures(tmp_path, {"speed.png": lambda: None}) == []
     assert [path.name for path in tmp_path.iterdir()] == ["speed.json"]
     (tmp_path / "losses.pdf").mkdir()
     refused("losses.pdf: cannot be written: it is a folder", save, tmp_path / "losses.png")

@@ -20,8 +20,7 @@ from megatron_ddrp.tasks.glue import TASKS
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
-KINDS_OF_FIRST_WORD = {"red": "colour", "green": "colour", "blue": "colour", "cat": "animal", "dog": "animal"}
-LEARN = ["--lr", "1e-2", "--batch-size", "8", "--epochs", "8", "--seeds", "2"]
+KINDS_BY_WORD = {"red": "colour", "green": "colour", "blue": "colour", "cat": "animal", "dog": "animal"}
 GLANCE = ["--lr", "1e-3", "--epochs", "1", "--seeds", "1"]
 
 
@@ -81,12 +80,6 @@ def predict(model, source, output):
     return output
 
 
-def stored_predictions(out, row):
-    """Return the columns of a run's file of predictions: file, index, prediction and label of each row."""
-    _, *lines = (out / row["predictions"]).read_text().splitlines()
-    return list(zip(*(line.split("\t") for line in lines), strict=True))
-
-
 @pytest.fixture
 def out(tmp_path):
     """The output folder of a command."""
@@ -124,18 +117,14 @@ def three_tasks(glue_dir):
     return glue_dir
 
 
-def first_word_kind(text):
-    """One of three labels, by the first word."""
-    return KINDS_OF_FIRST_WORD.get(text.split()[0], "other")
-
-
 def write_topics(folder):
-    """Write a three-class task in JSON lines and a test file without labels; return their folder."""
+    """Write a task of three labels by the first word, and a test file without labels; return their folder."""
     folder.mkdir()
     for name, count, seed in (("train", 64, 0), ("valid", 21, 1), ("new", 9, 2)):
-        rows = [{"text": text, "label": first_word_kind(text)} for text, _ in sentences(count, seed)]
+        texts = [text for text, _ in sentences(count, seed)]
+        rows = [{"text": text, "label": KINDS_BY_WORD.get(text.split()[0], "other")} for text in texts]
         if name == "new":
-            rows = [{"id": number, "text": row["text"]} for number, row in enumerate(rows)]
+            rows = [{"id": number, "text": text} for number, text in enumerate(texts)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

@@ -20,18 +20,10 @@ from megatron_ddrp.data.tokenizers.tokenizer import usual_rows
 from megatron_ddrp.encoders.masked_lm import HuggingFaceLogits, load_masked_lm, piece_logits
 from megatron_ddrp.tasks.minimal_pairs import pairs, scoring
 from megatron_ddrp.tasks.minimal_pairs.command import main
-from megatron_ddrp.tasks.minimal_pairs.pairs import (
-    SCORES,
-    Paradigm,
-    ParadigmScore,
-    Result,
-    difference,
-    masked_rows,
-    read_pairs,
-)
+from megatron_ddrp.tasks.minimal_pairs.pairs import SCORES, Paradigm, masked_rows, read_pairs
 from megatron_ddrp.tasks.minimal_pairs.scoring import encode_pairs, score_sentences
 from tests.refusals import refused, wrong_arguments
-from tests.unit.conversion.conftest import WORDS, seal_again, write_checkpoint
+from tests.unit.conversion.conftest import SIZES, WORDS, seal_again, write_checkpoint
 from tests.unit.tasks.conftest import tokenizer_of
 
 PAIRS = [
@@ -170,12 +162,6 @@ def test_a_sentence_may_have_all_positions_of_the_encoder(tokenizer, tmp_path):
     refused(said, encode_pairs, paradigm, tokenizer, 6)
 
 
-SIZES = {
-    **{"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"intermediate_size": 32, "max_position_embeddings": 32, "pad_token_id": 0},
-}
-
-
 def assert_logits(model, is_narrow):
     """Compare the logits of one place of each row with those of the whole rows."""
     ids, places = torch.randint(4, 20, (3, 7)), torch.tensor([1, 5, 3])
@@ -211,18 +197,17 @@ def test_a_head_that_takes_its_states_elsewhere_gets_the_whole_row(torch_seed):
 
 
 GOOD = '{"sentence_good": "a b", "sentence_bad": "b a"}\n'
-BAD = {
-    GOOD + "\n" + '{"sentence_good": "a b"}\n': "line 3: sentence_bad is missing",
-    GOOD + '{"sentence_good": " ", "sentence_bad": "b"}\n': "line 2: sentence_good is ' '",
-    GOOD[:-2] + ', "UID": 7}\n': "line 1: UID is 7",
-}
 
 
 def test_a_bad_file_a_folder_without_files_and_a_uid_in_two_files_are_refused_in_one_line(tmp_path):
     refused("holds no .jsonl file", read_pairs, tmp_path)
     write_pairs(tmp_path / "blimp" / "data", uid="zero")
     refused(f"sentence_bad; maybe --data-dir {tmp_path}/blimp/data$", read_pairs, tmp_path)
-    for content, reason in BAD.items():
+    for content, reason in (
+        (GOOD + "\n" + '{"sentence_good": "a b"}\n', "line 3: sentence_bad is missing"),
+        (GOOD + '{"sentence_good": " ", "sentence_bad": "b"}\n', "line 2: sentence_good is ' '"),
+        (GOOD[:-2] + ', "UID": 7}\n', "line 1: UID is 7"),
+    ):
         (tmp_path / "pairs.jsonl").write_text(content)
         refused(f"pairs.jsonl.*{re.escape(reason)}", read_pairs, tmp_path)
     (tmp_path / "pairs.jsonl").unlink()
@@ -269,13 +254,13 @@ def row(good, bad):
     return {"good": good, "bad": bad, "identical": 1} | pieces
 
 
-def encoder(name, *accuracies, pairs=100):
+def encoder(name, *accuracies, count=100):
     """A result whose n-th paradigm has this many hundredths right, the first pairs first."""
     cells = {
-        f"p{n}": ParadigmScore(np.arange(pairs) < share * pairs, ties=0, undefined=0, piece_counts=0.5)
+        f"p{n}": pairs.ParadigmScore(np.arange(count) < share * count, ties=0, undefined=0, piece_counts=0.5)
         for n, share in enumerate(accuracies)
     }
-    return Result(name, cells)
+    return pairs.Result(name, cells)
 
 
 def test_ties_numbers_that_are_none_and_piece_counts():
@@ -295,7 +280,7 @@ def test_standard_errors_are_those_of_a_mean():
     assert [cell.standard_error for cell in result.cells.values()] == pytest.approx(of_pairs)
     assert result.standard_error == pytest.approx(math.hypot(*of_pairs) / 2)
     assert result.paradigm_error == pytest.approx(statistics.stdev([0.7, 0.4]) / math.sqrt(2))
-    lonely = encoder("e", 1.0, pairs=1)
+    lonely = encoder("e", 1.0, count=1)
     assert lonely.standard_error is None and lonely.paradigm_error is None
 
 
@@ -304,7 +289,7 @@ def test_the_interval_is_students_over_paradigms_or_over_the_pairs_of_one():
         first, second = encoder("first", *better), encoder("second", *worse)
         gains = [np.subtract(first.cells[uid].right, second.cells[uid].right, dtype=float) for uid in first.cells]
         values = [gain.mean() for gain in gains] if len(gains) > 1 else gains[0]
-        found = difference(first, second)
+        found = pairs.difference(first, second)
         assert found.seeds.mean == pytest.approx(first.macro_average - second.macro_average)
         assert found.items == pytest.approx(tuple(ttest_1samp(values, 0).confidence_interval(0.95)))
 
@@ -387,9 +372,7 @@ def test_results_are_written_and_nothing_is_scored_twice(words, out, tmp_path, c
     assert not find_spec("matplotlib") or (out / "heatmap.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_other_sentences_another_score_and_random_weights_are_other_jobs(
-    words, out, tmp_path, pairs_folder, tokenizer, capsys
-):
+def test_other_sentences_scores_and_weights_are_other_jobs(words, out, tmp_path, pairs_folder, tokenizer, capsys):
     run = write_checkpoint(tmp_path / "run", tokenizer, "mlm", position_encoding="rope")
     words = [*words[:-2], str(run)]
     main(words)

@@ -54,17 +54,14 @@ def test_inspect_shows_counts_lengths_and_text(tiny_corpus, command, tmp_path):
     assert "--tokenizer-type BertWordPieceLowerCase --vocab-file FILE --num-layers " in out
 
 
-def test_inspect_finds_the_tokenizer_draws_lengths_says_how_to_train_and_refuses_another_vocabulary(
-    tiny_corpus, command, tmp_path
-):
+def test_inspect_finds_its_tokenizer_draws_says_how_to_train_and_refuses_another_one(tiny_corpus, command, tmp_path):
     flags = ("--vocab-file", tiny_corpus.vocab_file)
     without = command("inspect", tiny_corpus.prefix)[1]
     assert without == command("inspect", tiny_corpus.prefix, *flags)[1]
     words = shlex.split(without.splitlines()[-1].removeprefix("train on it: "))
     assert words[:2] == ["megatron-ddrp", "pretrain"]
-    parsed = parse_arguments(words[2:]).config.data
-    assert parsed.data_path == (str(tiny_corpus.prefix),)
-    assert parsed.vocab_file is None, "the manifest names it"
+    parsed = parse_arguments(words[2:]).config.data  # the manifest names the vocabulary
+    assert (parsed.data_path, parsed.vocab_file) == ((str(tiny_corpus.prefix),), None)
     pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines()
     pieces[-1] = pieces[-1][::-1] + "x"
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")

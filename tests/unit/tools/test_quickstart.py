@@ -20,6 +20,7 @@ from megatron_ddrp.lab.analysis.command import SUBCOMMANDS
 from megatron_ddrp.tasks.finetune.command import parse_arguments as parse_finetune
 from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.task_files import read_task
+from tests.conftest import write_program
 from tools import collect_documentation, swap_words
 from tools.swap_words import make_task, sentences, swap
 
@@ -27,20 +28,14 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart.sh"
 STAGES = ["collect_documentation.py", "train_tokenizer.py", "preprocess_data.py", "pretrain_bert.py"]
 STAGES += ["convert_checkpoint.py", "swap_words.py", "tasks.finetune", "tasks.finetune", "analyze.py"]
 STAGES += ["training_report.py"]
-STUB = """#!/usr/bin/env bash
-echo "$(basename "$0") $*" >> "$CALLS"
-[[ -z ${FAIL:-} || "$*" != *"$FAIL"* ]]
-"""
+STUB = 'echo "$(basename "$0") $*" >> "$CALLS"\n[[ -z ${FAIL:-} || "$*" != *"$FAIL"* ]]'
 
 
 @pytest.fixture
 def quickstart(tmp_path):
     """A function that runs the script and returns (exit code, output, calls of this start)."""
     for name in ("python", "deepspeed"):
-        stub = tmp_path / "bin" / name
-        stub.parent.mkdir(exist_ok=True)
-        stub.write_text(STUB)
-        stub.chmod(0o755)
+        write_program(tmp_path / "bin", name, STUB)
 
     def run(**variables):
         calls = tmp_path / "calls"
@@ -82,9 +77,7 @@ def test_runs_every_stage_once_and_again_for_another_command_and_all_that_follow
     assert stages(quickstart(STEPS="8")[2]) == STAGES[4:]
 
 
-def test_goes_on_where_it_failed_keeps_what_is_there_and_notices_that_a_corpus_changed_or_is_missing(
-    quickstart, tmp_path
-):
+def test_goes_on_where_it_failed_keeps_what_is_there_and_notices_a_changed_or_missing_corpus(quickstart, tmp_path):
     code, output, calls = quickstart(FAIL="pretrain_bert.py")
     assert code != 0 and "The report" not in output and stages(calls) == STAGES[:4]
     checkpoint = tmp_path / "out" / "checkpoint"
@@ -135,10 +128,8 @@ def test_paragraphs_of_docstrings_lose_markup_code_and_headings_and_tests_are_no
 
 def test_whole_sources_until_there_is_enough_and_no_paragraph_twice(monkeypatch):
     first, second, third = (f"A paragraph of prose that has some more words, {n}" for n in ("one", "two", "three"))
-    sources = [
-        ("a", [("a.py", [first, second]), ("b.py", [second]), ("c.py", [f"{first}\n\n{third}"])]),
-        ("d", [("d.py", [first + " more"])]),
-    ]
+    of_a = [("a.py", [first, second]), ("b.py", [second]), ("c.py", [f"{first}\n\n{third}"])]
+    sources = [("a", of_a), ("d", [("d.py", [first + " more"])])]
     monkeypatch.setattr(collect_documentation, "sources", lambda packages: sources)
     documents, used = collect_documentation.collect([], megabytes=1e-4)
     assert used == ["a"]

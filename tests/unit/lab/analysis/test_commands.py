@@ -69,9 +69,7 @@ def test_direction_is_with_and_without_a_table(run_folder, corpus_tokenizer, ana
     assert [point["probe"] is None for point in short["distances"]] == [False] * 3 + [True] * 5
 
 
-def test_triangle_takes_the_newest_checkpoint_and_maps_are_of_groups_or_of_single_heads(
-    run_folder, analyze_main, tmp_path
-):
+def test_triangle_takes_the_newest_checkpoint_and_maps_are_of_groups_or_heads(run_folder, analyze_main, tmp_path):
     result = analyze_main("triangle", run_folder, tmp_path / "t.png", "--sentences", 30, "--threshold", 0.45)
     [model] = result["models"]
     assert (model["iteration"], model["sentences"], result["threshold"]) == (20, 30, 0.45)
@@ -201,9 +199,7 @@ def test_sentences_are_validation_text_with_specials_and_depend_on_the_seed(tiny
     assert (sentences.lengths[:-1] >= sentences.lengths[1:]).all()
 
 
-def test_ids_outside_the_vocabulary_and_numbers_that_are_not_finite_are_refused(
-    corpus_tokenizer, tmp_path, monkeypatch
-):
+def test_ids_outside_the_vocabulary_and_numbers_not_finite_are_refused(corpus_tokenizer, tmp_path, monkeypatch):
     size = corpus_tokenizer.vocab_size
     prefix = write_dataset(tmp_path / "a", [[[9] * 10]] * 8 + [[[9] * 9 + [size]]]).prefix
     assert len(session.validation_rows([prefix], "50,25,25", corpus_tokenizer, 24, 9, 1)) == 2
@@ -233,9 +229,7 @@ def test_progress_moves_on_with_every_batch():
     assert [list(counts) for _ in view.batches()] == [[], [3]] and counts == [3, 3]
 
 
-def test_transformers_and_we_see_the_same_space_of_a_bert_and_an_encoder_we_refuse_is_left_to_them(
-    berts, albert, tmp_path, capsys
-):
+def test_transformers_and_we_see_one_space_of_bert_and_what_we_refuse_is_left_to_them(berts, albert, tmp_path, capsys):
     bert = transformers.BertForMaskedLM.from_pretrained(berts[1]).eval()
     loaded = session.Snapshot("bert", berts[1]).load_any()
     assert isinstance(loaded.model, Encoder)
@@ -326,9 +320,7 @@ def write_notes(folder, rare, tokenizer, step=3):
     return path / name
 
 
-def test_the_command_finds_notes_and_damaged_ones_are_passed_over_or_refused(
-    rare, tokenizer, dataset, tmp_path, capfd, run_tool
-):
+def test_the_command_finds_notes_and_skips_or_refuses_damaged_ones(rare, tokenizer, dataset, tmp_path, capfd, run_tool):
     older, newer = (write_notes(tmp_path, rare, tokenizer, step) for step in (3, 4))
     newer.write_bytes(newer.read_bytes()[:-1] + b"?")
     found = reports.analyze_notes(tmp_path, None, ["sings"], 2, 10)
@@ -351,9 +343,7 @@ def test_the_command_finds_notes_and_damaged_ones_are_passed_over_or_refused(
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
 
 
-def test_one_piece_of_each_sentence_is_masked_and_frequent_pieces_are_counted_without_special_ones(
-    tiny_corpus, corpus_tokenizer
-):
+def test_one_piece_of_each_sentence_is_masked_and_frequent_pieces_are_no_special_ones(tiny_corpus, corpus_tokenizer):
     """The model names piece 7 first, 9 second: with one guess it finds the sentence of 7, with two all three."""
     tokenizer = SimpleNamespace(special_ids=np.array([0, 1, 2, 3, 4]), mask_id=4, vocab_size=20)
     cls, sep, unk = 2, 3, 1

@@ -104,9 +104,7 @@ def test_algorithm_1_by_hand():
         assert analyses.matches(maps.double(), 0.7) == (up >= 0.7 and down >= 0.7)
 
 
-def test_a_single_checkpoint_stands_at_its_step_a_folder_without_step_is_a_line_and_throughput_needs_no_memory(
-    tmp_path,
-):
+def test_a_checkpoint_stands_at_its_step_a_folder_without_step_is_a_line_and_throughput_needs_no_memory(tmp_path):
     layers = [{"layer": 1, **dict.fromkeys(figures.SPACE, 0.5)}]
     runs = [("several", 500), ("several", 2000), ("one", 1500), ("hf", None)]
     figure = figures.draw_space([{"run": run, "iteration": step, "layers": layers} for run, step in runs])
@@ -339,9 +337,7 @@ def passes_of(monkeypatch, snapshots, lengths, peak=lambda timed, length, settin
     return measured, passes, len(advances)
 
 
-def test_encoders_take_turns_at_full_rows_of_one_budget_of_tokens_and_quartiles_are_those_of_the_rounds(
-    run_folder, monkeypatch
-):
+def test_encoders_take_turns_at_rows_of_one_budget_of_tokens_and_quartiles_are_of_the_rounds(run_folder, monkeypatch):
     snapshots = find_snapshots([run_folder, run_folder / "iter_0000010"], every=False)
     measured, passes, advances = passes_of(monkeypatch, snapshots, [8, 24])
     assert [(rows, length) for _, rows, length in passes] == [(6, 8)] * 10 + [(2, 24)] * 10
@@ -394,9 +390,7 @@ Path(__file__).with_suffix(".loaded").touch()
 """
 
 
-def test_the_command_measures_throughput_and_one_that_measures_nothing_says_so_and_writes_nothing(
-    run_folder, analyze_main, monkeypatch, tmp_path, capsys
-):
+def test_the_command_measures_throughput_or_writes_nothing(run_folder, analyze_main, monkeypatch, tmp_path, capsys):
     (tmp_path / "plugin.py").write_text(PLUGIN)
     monkeypatch.setitem(PLUGINS, "of this process", tmp_path / "plugin.py")
     more = ("--lengths", 2000, 24, "--tokens", 48, "--rounds", 2)

@@ -331,9 +331,7 @@ def test_a_row_has_everything_about_a_run(rungs, open_ladder):
     assert [row["check"] for row in rows if row["seed"] == 1] == ["rate"]
 
 
-def test_a_run_with_a_row_is_not_repeated_in_an_empty_folder_but_for_a_job_of_several_runs(
-    rungs, open_ladder, tmp_path
-):
+def test_a_run_with_a_row_is_not_repeated_in_an_empty_folder_but_for_a_job_of_several(rungs, open_ladder, tmp_path):
     words = ("--rows", str(tmp_path / "kept.jsonl"))
     finish(open_ladder(rungs, *words))
     shutil.rmtree(tmp_path / "out")
@@ -386,9 +384,7 @@ def test_models_with_batches_of_their_own_share_the_rung_of_a_budget_in_tokens(r
     assert {row["planned_tokens"] for row in ladder.rows} == {5000}
 
 
-def test_a_run_without_all_its_measures_has_no_row_and_one_that_a_check_shares_has_the_rungs(
-    rungs, open_ladder, tmp_path
-):
+def test_a_run_without_all_measures_has_no_row_and_one_that_a_check_shares_has_the_rungs(rungs, open_ladder, tmp_path):
     ladder = open_ladder(rungs | {"rungs": [CHECK | {"seeds": [1234]}, LOWEST]})
     finish_run(ladder.works[0], ladder.works[0].runs[0], 5.0)
     ladder.record()
@@ -403,9 +399,7 @@ def test_a_run_without_all_its_measures_has_no_row_and_one_that_a_check_shares_h
     assert {row["check"] or row["half"] for row in ladder.rows} == {"rate", True}  # they have no analysis
 
 
-def test_the_dry_run_prints_every_rung_and_says_once_that_this_cpu_multiplies_slowly_in_bf16(
-    rungs, write, tmp_path, capsys, monkeypatch
-):
+def test_the_dry_run_prints_every_rung_and_once_that_bf16_is_slow_here(rungs, write, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     in_bf16 = HIGHEST | {"training": rungs["training"] | {"bf16": True}}
@@ -422,9 +416,7 @@ def test_the_dry_run_prints_every_rung_and_says_once_that_this_cpu_multiplies_sl
     assert not (tmp_path / "out").exists()
 
 
-def test_the_missing_runs_are_told_once_of_validation_of_another_kind(
-    rungs, open_ladder, write, prose_then_code, tmp_path, capsys, monkeypatch
-):
+def test_other_validation_text_is_told_once(rungs, open_ladder, write, prose_then_code, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Runner, "run", lambda *_, **__: None)
     words = ["--output-dir", str(tmp_path / "out"), "--no-wait"]
     for prefix, count in ((rungs["corpus"]["data_path"][0], 0), (prose_then_code, 1)):
@@ -468,9 +460,7 @@ def test_equal_losses_are_equal_to_the_last_digit_and_what_differs_is_named_with
         refused(f"^not equal: .*{told}", replace(RUN, **changes).check_equal, RUN)
 
 
-def test_one_run_trains_beside_the_first_and_others_are_refused(
-    values, tiny_corpus, write, open_work, write_rows, tmp_path, monkeypatch, capsys
-):
+def test_one_run_is_trained_again(values, tiny_corpus, write, open_work, write_rows, tmp_path, monkeypatch, capsys):
     values["corpus"] = {"input": [str(tiny_corpus.text_file)], "vocab_file": str(tiny_corpus.vocab_file)}
     work, trained = open_work(values), []
     plan = write(values | {"minimal_pairs": {"data_dir": "nowhere"}})

@@ -100,9 +100,7 @@ def test_a_loss_that_is_not_finite_is_left_out_and_told(work):
     assert f"Values that are not finite are left out: validation masked-LM loss of {run.job.name}." in text
 
 
-def test_a_store_with_nothing_gives_an_empty_page_and_models_of_different_tokens_are_compared_at_one_budget(
-    values, open_work
-):
+def test_an_empty_store_gives_an_empty_page_and_models_of_different_tokens_compare_at_one_budget(values, open_work):
     work = open_work(values)
     for text in files_of(work)[0]:
         assert "6.5" not in text and "±" not in text

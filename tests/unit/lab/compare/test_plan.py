@@ -120,9 +120,7 @@ def test_every_run_is_evaluated_on_the_other_text_whose_content_is_in_its_name(v
     assert [run.config.data.other_data_path for run in work.runs] == [tuple(datasets)] * len(names) and names != alone
 
 
-def test_a_run_keeps_its_name_when_the_plan_grows_and_a_lone_number_is_a_prefix_as_in_pre_training(
-    values, open_work, tiny_corpus, tmp_path, monkeypatch
-):
+def test_grown_plans_keep_names_of_runs_and_a_number_is_a_prefix(values, open_work, tiny_corpus, tmp_path, monkeypatch):
     key = open_work(values).corpus.key
     for end in (".bin", ".idx"):
         (tmp_path / f"2024{end}").write_bytes(Path(f"{tiny_corpus.prefix}{end}").read_bytes())
@@ -314,9 +312,7 @@ def gain_of(work, measure):
     return gain
 
 
-def test_every_measure_has_its_gain_and_both_intervals_and_another_model_may_be_the_baseline(
-    work, with_scores, open_work
-):
+def test_every_measure_has_its_gain_and_intervals_and_another_model_may_be_the_baseline(work, with_scores, open_work):
     for measure, difference in ((LOSS, 0.0), (MINIMAL_PAIRS, 0.1), ("order", 0.05), (GLUE, 0.05)):
         gain = gain_of(work, measure)
         assert gain.seeds.mean == pytest.approx(difference)
@@ -379,9 +375,7 @@ def test_missing_data_of_a_task_are_refused(with_scores, open_work, tmp_path):
     refused(r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks", open_work, with_scores)
 
 
-def test_space_looks_into_every_run_of_the_full_budget_and_one_job_times_all_models_of_the_first_seed(
-    values, open_work
-):
+def test_space_looks_into_every_run_of_the_full_budget_and_one_job_times_all_models_of_one_seed(values, open_work):
     """The page has a table of each once their jobs are done."""
     work = open_work(values | {"analyses": {"space": 10, "throughput": [16, 32]}, "seeds": 2})
     plans.finish_runs(work)

@@ -8,40 +8,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from megatron_ddrp.lab.compare import rows as run_rows
+from megatron_ddrp.lab.compare import tables
 from megatron_ddrp.lab.compare.page import Page, by_phenomenon, draw_onsets, draw_over_tokens, missing_samples
-from megatron_ddrp.lab.compare.rows import (
-    UNITS,
-    as_run,
-    last_tenth,
-    read_run_rows,
-    samples_file,
-    times_on_plateau,
-    write_samples,
-)
-from megatron_ddrp.lab.compare.tables import (
-    Claim,
-    ExperimentValues,
-    above_chance,
-    check_places,
-    cost_table,
-    format_spread,
-    gains,
-    model_claims,
-    score_table,
-)
+from megatron_ddrp.lab.compare.rows import UNITS, as_run, last_tenth, read_run_rows, times_on_plateau, write_samples
+from megatron_ddrp.lab.compare.tables import Claim, ExperimentValues, check_places, gains, model_claims, score_table
 from megatron_ddrp.tasks import statistics
 from megatron_ddrp.tasks.minimal_pairs.pairs import ParadigmScore, Result, difference, standard_error
-from megatron_ddrp.tasks.statistics import (
-    LIKE_LOSS,
-    MINIMAL_PAIRS,
-    OTHER_LOSS,
-    STEP_SECONDS,
-    TRAINING_LOSS,
-    Difference,
-    format_median,
-    log_rank,
-    share_resting,
-)
+from megatron_ddrp.tasks.statistics import LIKE_LOSS, MINIMAL_PAIRS, OTHER_LOSS, TRAINING_LOSS, Difference, log_rank
 from tests.refusals import refused
 from tests.unit.lab.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
 
@@ -59,9 +33,7 @@ def test_a_later_row_replaces_an_earlier_one_and_values_that_are_missing_or_not_
     assert run.arm.flags == (("hcd_weight", "0"),) and run.arm.key == "ddrp mth hcd-weight=0"
 
 
-def test_wrong_values_runs_that_claim_one_place_changed_or_cut_lines_and_a_missing_file_are_refused_in_one_line(
-    write_rows, tmp_path
-):
+def test_wrong_values_runs_of_one_place_changed_or_cut_lines_and_a_missing_file_are_refused(write_rows, tmp_path):
     for change, message in (
         ({"model": None}, "not a row of a run: model is missing; delete this line"),
         ({"seed": 1.5}, "seed: got 1.5, expected a whole number of at least 0; delete this line"),
@@ -104,7 +76,7 @@ def test_samples_that_are_missing_damaged_or_of_another_run(write_rows, tmp_path
     write_samples(tmp_path, rows[0], {LOSS: np.arange(3.0)})
     first, second = read_run_rows([path])
     assert [*first.samples] == [LOSS] and first.samples[LOSS].tolist() == [0, 1, 2] and second.samples == {}
-    own, other = (samples_file(tmp_path, one) for one in rows)
+    own, other = (run_rows.samples_file(tmp_path, one) for one in rows)
     (line,) = missing_samples([first, second])
     assert line.startswith(f"items/{other.name}: missing")
     for content in (own.read_bytes(), own.read_bytes()[:-9], b"junk", b""):
@@ -269,20 +241,16 @@ def test_a_run_rested_up_to_its_onset_or_all_of_its_tokens_also_if_its_row_does_
     assert short.spent["steps"] == 10  # rows of 512 by default
 
 
-FIRST = {1: 0.61, 2: 0.58, 3: 0.66, 4: 0.60}
-SECOND = {1: 0.52, 2: 0.55, 3: 0.57, 9: 0.90}
-
-
 def test_spreads_and_differences_by_hand_and_as_in_scipy(monkeypatch):
     for by_seed, text in (({1: 1.0, 2: 2.0, 3: 6.0}, f"3.0000 ± {7**0.5:.4f}"), ({1: 2.0}, "2.0000"), ({}, "")):
-        assert format_spread(LOSS, by_seed) == text
-    found = statistics.pair_by_seed(FIRST, SECOND)
-    common = sorted(FIRST.keys() & SECOND.keys())
-    expected = stats.ttest_rel([FIRST[s] for s in common], [SECOND[s] for s in common])
+        assert tables.format_spread(LOSS, by_seed) == text
+    first, second = {1: 0.61, 2: 0.58, 3: 0.66, 4: 0.60}, {1: 0.52, 2: 0.55, 3: 0.57, 9: 0.90}
+    found, common = statistics.pair_by_seed(first, second), sorted(first.keys() & second.keys())
+    expected = stats.ttest_rel([first[s] for s in common], [second[s] for s in common])
     assert len(found.values) == 3 and found.mean == pytest.approx((0.09 + 0.03 + 0.09) / 3)
     assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)))
     assert found.p_value == pytest.approx(expected.pvalue, rel=1e-12)
-    assert found.by_seed == {seed: FIRST[seed] - SECOND[seed] for seed in common}
+    assert found.by_seed == {seed: first[seed] - second[seed] for seed in common}
     assert statistics.pair_by_seed({1: 1.0}, {2: 1.0}) is None
     relative = statistics.pair_by_seed({1: 1.1, 2: 2.4}, {1: 1.0, 2: 2.0}, relative=True)
     assert relative.values == pytest.approx((0.1, 0.2))
@@ -354,13 +322,15 @@ def test_the_distance_from_chance_takes_an_upper_bound_of_the_standard_error_of_
     paradigms = [[1, 1, 0, 1], [0, 1], [1, 1, 1, 1]]
     accuracies, pairs = [sum(right) / len(right) for right in paradigms], [len(right) for right in paradigms]
     row = pairs_row("absolute", 1, accuracies, pairs={f"p{place}": count for place, count in enumerate(pairs)})
-    assert above_chance(results_of([row]).runs) == pytest.approx((sum(accuracies) / 3 - 0.5) / error_of_mean(paradigms))
+    assert tables.above_chance(results_of([row]).runs) == pytest.approx(
+        (sum(accuracies) / 3 - 0.5) / error_of_mean(paradigms)
+    )
     assert standard_error([], []) is standard_error([0.5], [1]) is standard_error([0.5, 1.0], [0, 9]) is None
     first, second = [[1, 1, 0, 1], [0, 1, 0, 0]], [[1, 0, 0, 1], [0, 1, 1, 0]]
     rows = [pairs_row("absolute", seed, [sum(r) / 4 for r in runs]) for seed, runs in enumerate((first, second))]
     mean = sum(row["values"]["minimal pairs"] for row in rows) / 2
     error = (error_of_mean(first) + error_of_mean(second)) / 2
-    assert above_chance(results_of(rows).runs) == pytest.approx((mean - 0.5) / error)
+    assert tables.above_chance(results_of(rows).runs) == pytest.approx((mean - 0.5) / error)
 
 
 def test_the_interval_over_paradigms_is_that_of_the_command_minimal_pairs_also_if_a_seed_has_none():
@@ -381,7 +351,7 @@ def test_the_interval_over_paradigms_is_that_of_the_command_minimal_pairs_also_i
 def test_a_cost_is_in_seconds_and_as_often_the_baselines():
     seconds = {("absolute", 1): 0.1, ("absolute", 2): 0.2, ("rope", 1): 0.15, ("rope", 2): 0.3}
     rows = [make_row(model, seed, RUNGS[0], {"seconds of a step": s}) for (model, seed), s in seconds.items()]
-    table = cost_table(results_of(rows))
+    table = tables.cost_table(results_of(rows))
     assert table.header == ["model", "seconds per step", "÷ absolute"]
     assert table.rows == [["absolute", "0.1500", ""], ["rope", "0.2250", "1.500"]]
 
@@ -409,14 +379,14 @@ def onset_row(model, seed, onset, end=20, **other):
     losses = [5.0 if onset and point >= onset else 7.0 for point in range(1, end + 1)]
     curve = [[GRID * point, loss] for point, loss in enumerate(losses, 1)]
     about = {"curves": {TRAINING_LOSS: curve}, "unigram_loss": 7.0, "tokens": GRID * end, "steps": 100 * end}
-    return make_row(model, seed, RUNGS[0], {LOSS: losses[-1], STEP_SECONDS: 0.25}, **about | other)
+    return make_row(model, seed, RUNGS[0], {LOSS: losses[-1], statistics.STEP_SECONDS: 0.25}, **about | other)
 
 
 def test_shares_and_tests_by_hand_and_the_median_is_where_half_of_the_runs_have_left():
     """Kaplan and Meier's shares, and Mantel's observed minus expected departures, by their deviation."""
     first, second = [(1.0, True), (3.0, False)], [(2.0, True), (2.0, False), (3.0, True)]
     shares = [(0.0, 1.0), (1.0, 4 / 5), (2.0, 4 / 5 * 3 / 4), (3.0, 4 / 5 * 3 / 4 * 1 / 2)]
-    assert share_resting([*first, *second]) == [pytest.approx(point) for point in shares]
+    assert statistics.share_resting([*first, *second]) == [pytest.approx(point) for point in shares]
     expected, variance = 2 / 5 + 1 / 4 + 1 / 2, 2 / 5 * 3 / 5 + 1 / 4 * 3 / 4 + 1 / 2 * 1 / 2  # at 1, 2 and 3
     found = log_rank(first, second)
     assert found.side == pytest.approx((1 - expected) / math.sqrt(variance), rel=1e-9) and found.seeds == 2
@@ -430,11 +400,11 @@ def test_shares_and_tests_by_hand_and_the_median_is_where_half_of_the_runs_have_
         ([], [], ""),
     ):
         times = [*((float(time), True) for time in left), *((float(time), False) for time in ended)]
-        assert format_median(times, 1) == median, (left, ended)
+        assert statistics.format_median(times, 1) == median, (left, ended)
 
     def told(unit, **about):
         found = times_on_plateau({1: as_run(onset_row("ddrp", 1, 10, **about))}, unit=unit)
-        return format_median(found, UNITS[unit])
+        return statistics.format_median(found, UNITS[unit])
 
     predictions = "million predictions"
     rates = sum(GRID / 100 * (0.4 - 0.2 * step / 2000) for step in range(1000))  # 1,000 of 2,000 steps

@@ -25,10 +25,6 @@ from tests.unit.conversion.tokenizers_of_families import make
 from tests.unit.tasks.conftest import GLANCE, model_of, predict, rows, words, write_bert, write_topics
 
 CPU = torch.device("cpu")
-FACTS = [
-    *(("task", "text"), ("labels", "abc"), ("kind", "other"), ("columns", ["text"]), ("score", "high")),
-    *(("max_seq_length", 10**12), ("max_seq_length", 3), ("run", None)),
-]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +51,10 @@ def edit(folder, change):
 def test_damaged_facts_and_impossible_heads_are_refused_also_without_sums(kept, sweep, tmp_path):
     (kept / SUMS).unlink()
     whole = (kept / "config.json").read_text()
-    for key, value in FACTS:
+    for key, value in (
+        *(("task", "text"), ("labels", "abc"), ("kind", "other"), ("columns", ["text"]), ("score", "high")),
+        *(("max_seq_length", 10**12), ("max_seq_length", 3), ("run", None)),
+    ):
         values = json.loads(whole)
         holder = values["finetuned"]["task"] if key in ("labels", "kind") else values["finetuned"]
         holder[key] = value

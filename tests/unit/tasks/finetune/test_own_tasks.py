@@ -15,20 +15,9 @@ import transformers
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.table_files import conll_text, read_rows
 from tests.refusals import refused, wrong_arguments
-from tests.unit.tasks.conftest import (
-    GLANCE,
-    LEARN,
-    WORDS,
-    first_word_kind,
-    model_of,
-    predict,
-    rows,
-    sentences,
-    stored_predictions,
-    words,
-    write_bert,
-    write_topics,
-)
+from tests.unit.tasks.conftest import GLANCE, WORDS, model_of, predict, rows, sentences, words, write_bert, write_topics
+
+LEARN = ["--lr", "1e-2", "--batch-size", "8", "--epochs", "8", "--seeds", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +91,8 @@ def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
 def test_several_labels_at_once_from_a_task_file(bert_folder, out, tmp_path):
     for name, count, seed in (("a", 64, 0), ("b", 21, 1)):
         given = [text for text, _ in sentences(count, seed)]
-        lines = [{"body": text, "topics": sorted({first_word_kind(word) for word in text.split()})} for text in given]
+        kinds = [{("animal", "colour", "other")[WORDS.index(word) // 3] for word in text.split()} for text in given]
+        lines = [{"body": text, "topics": sorted(own)} for text, own in zip(given, kinds, strict=True)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     path = tmp_path / "topics-of.yaml"
     path.write_text("train: a.jsonl\nvalid: b.jsonl\ntext-column: body\nlabel-column: topics\n")
@@ -115,22 +105,15 @@ def test_several_labels_at_once_from_a_task_file(bert_folder, out, tmp_path):
     wrong_arguments("told.jsonl: exists already", predict, model_of(out), tmp_path / "b.jsonl", told)
 
 
-def change(path, old, new):
-    path.write_text(re.sub(old, new, path.read_text()))
-
-
-WRONG = {
-    "--train x.jsonl": "--load is needed",
-    "--train x.jsonl --load y": "--valid is needed, or a --task-file",
-    "--train x --task-file y --load z": "--task-file and the flags of a task exclude each other",
-    "--task-file no.yaml --load z": "no.yaml: no such file; expected YAML with keys",
-    "--load z --learning-rate 1e-4": "unrecognized arguments: --learning-rate 1e-4; use --lr",
-    "--load z --validation_file v.csv": "unrecognized arguments: --validation_file v.csv; use --valid",
-}
-
-
 def test_wrong_arguments_exit_with_2(tmp_path):
-    for line, message in WRONG.items():
+    for line, message in {
+        "--train x.jsonl": "--load is needed",
+        "--train x.jsonl --load y": "--valid is needed, or a --task-file",
+        "--train x --task-file y --load z": "--task-file and the flags of a task exclude each other",
+        "--task-file no.yaml --load z": "no.yaml: no such file; expected YAML with keys",
+        "--load z --learning-rate 1e-4": "unrecognized arguments: --learning-rate 1e-4; use --lr",
+        "--load z --validation_file v.csv": "unrecognized arguments: --validation_file v.csv; use --valid",
+    }.items():
         wrong_arguments(re.escape(message), main, [*line.split(), "--output-dir", str(tmp_path)])
 
 
@@ -171,7 +154,8 @@ def test_runs_on_other_data_keep_a_model_table_and_predictions_of_their_own(topi
     first, table, before = model_of(out), (out / "table.md").read_text(), path.read_text()
     kept = {file: file.read_bytes() for file in (*first.iterdir(), out / "predictions" / f"{first.name}-test.jsonl")}
     capsys.readouterr()
-    change(path, '"label": "other"', '"label": "animal"')
+    changed = before.replace('"label": "other"', '"label": "animal"')
+    path.write_text(changed)
     main(command)
     assert (out / "table.md").read_text() != table
     (second,) = (folder for folder in (out / "models").iterdir() if folder != first)
@@ -185,7 +169,7 @@ def test_runs_on_other_data_keep_a_model_table_and_predictions_of_their_own(topi
     main(command)
     assert (out / "table.md").read_text() == table
     assert f"the best model of {bert_folder} is in {first}; to use it: " in capsys.readouterr().out
-    change(path, '"label": "other"', '"label": "animal"')
+    path.write_text(changed)
     shutil.rmtree(first)
     main(command)
     said = capsys.readouterr().out
@@ -193,14 +177,11 @@ def test_runs_on_other_data_keep_a_model_table_and_predictions_of_their_own(topi
     assert len(rows(out)) == 2
 
 
-def test_rows_that_are_cut_are_counted_and_f1_of_two_labels_names_the_positive_one(
-    topics, bert_folder, out, tmp_path, capsys
-):
+def test_cut_rows_are_counted_and_f1_of_two_labels_names_the_positive_one(topics, bert_folder, out, tmp_path, capsys):
     long = json.dumps({"text": " ".join(["red cat"] * 20), "label": "colour", "id": 9})
     for name, count in (("train", 3), ("valid", 0), ("new", 2)):
-        change(topics / f"{name}.jsonl", '"animal"', '"other"')
-        with (topics / f"{name}.jsonl").open("a") as stream:
-            stream.write(count * f"{long}\n")
+        path = topics / f"{name}.jsonl"
+        path.write_text(path.read_text().replace('"animal"', '"other"') + count * f"{long}\n")
     main(words(topics, bert_folder, out, *GLANCE, "--max-seq-length", "16", "--metric", "f1"))
     said, warned = capsys.readouterr()
     assert "warning: topics, train: 3 of 67 rows are longer than 16 pieces and are cut\n" in warned
@@ -215,6 +196,12 @@ def test_rows_that_are_cut_are_counted_and_f1_of_two_labels_names_the_positive_o
 QUICK = ["--lr", "1e-2", "--batch-size", "16", "--epochs", "2", "--seeds", "1"]
 
 
+def stored_predictions(out, row):
+    """Return the columns of a run's file of predictions: file, index, prediction and label of each row."""
+    _, *lines = (out / row["predictions"]).read_text().splitlines()
+    return list(zip(*(line.split("\t") for line in lines), strict=True))
+
+
 def tuned(folder, ending, load, *more):
     """Train on train.ENDING, score valid.ENDING; return the row of runs.jsonl, predictions and the model's folder."""
     out = folder / "out"
@@ -224,30 +211,25 @@ def tuned(folder, ending, load, *more):
     return row, [json.loads(prediction) for prediction in stored_predictions(out, row)[2]], model_of(out)
 
 
-@pytest.fixture
-def tagged(tmp_path):
-    """Sentences of the encoders' words in CoNLL's layout: colours and animals are entities of one word or two."""
+def test_tags_are_kept_predicted_and_written_as_conll(bert_folder, tmp_path, capsys):
+    """Colours and animals are entities of one word or more."""
     draw = random.Random(2)
     for name, count in (("train", 64), ("valid", 12)):
-        sentences = []
+        text = "-DOCSTART- O\n\n"
         for _ in range(count):
             words = [draw.choice(WORDS) for _ in range(draw.randrange(2, 30))]
             kinds = [("COLOUR", "ANIMAL", None)[WORDS.index(word) // 3] for word in words]
             before = [None, *kinds]
             tags = ["O" if k is None else f"{'I' if k == b else 'B'}-{k}" for k, b in zip(kinds, before, strict=False)]
-            sentences.append(conll_text(words, tags))
-        (tmp_path / f"{name}.conll").write_text("-DOCSTART- O\n\n" + "".join(sentences))
-    return tmp_path
-
-
-def test_tags_are_kept_predicted_and_written_as_conll(tagged, bert_folder, capsys):
-    row, stored, folder = tuned(tagged, ".conll", bert_folder)
+            text += conll_text(words, tags)
+        (tmp_path / f"{name}.conll").write_text(text)
+    row, stored, folder = tuned(tmp_path, ".conll", bert_folder)
     assert "tokens, seqeval; text from tokens, label from tags" in capsys.readouterr().out
     assert row["metric"] == "seqeval" and row["dev_examples"] == 12
     assert row["score"] > 0.3 > row["baseline"]
-    valid = [row.cells for row in read_rows(str(tagged / "valid.conll"))]
-    (tagged / "words.conll").write_text("\n\n".join("\n".join(cells["tokens"]) for cells in valid))
-    told = predict(folder, tagged / "words.conll", tagged / "told.conll")
+    valid = [row.cells for row in read_rows(str(tmp_path / "valid.conll"))]
+    (tmp_path / "words.conll").write_text("\n\n".join("\n".join(cells["tokens"]) for cells in valid))
+    told = predict(folder, tmp_path / "words.conll", tmp_path / "told.conll")
     expected = [{"tokens": cells["tokens"], "tags": tags} for cells, tags in zip(valid, stored, strict=True)]
     assert [row.cells for row in read_rows(str(told))] == expected
     model = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
@@ -257,9 +239,9 @@ def test_tags_are_kept_predicted_and_written_as_conll(tagged, bert_folder, capsy
     assert [model.config.id2label[number] for number in logits.argmax(dim=-1).tolist()] == tags
 
 
-@pytest.fixture
-def asked(tmp_path):
-    """Questions for the animal in SQuAD's layout; every third has no answer."""
+@pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
+def test_answers_are_kept_predicted_and_written_for_squads_script(checkpoint_folder, tmp_path, capsys):
+    """The questions are for the animal; every third has no answer."""
     draw = random.Random(3)
     for name, count in (("train", 48), ("valid", 9)):
         paragraphs = []
@@ -270,21 +252,16 @@ def asked(tmp_path):
             question = {"id": f"{name}-{number}", "question": "sleeps", "answers": answers}
             paragraphs.append({"context": " ".join(words), "qas": [question]})
         (tmp_path / f"{name}.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
-    return tmp_path
-
-
-@pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
-def test_answers_are_kept_predicted_and_written_for_squads_script(asked, checkpoint_folder, capsys):
     more = ("--metric", "exact-match", "--name", "squad", "--epochs", "8")
-    row, stored, folder = tuned(asked, ".json", checkpoint_folder, *more)
+    row, stored, folder = tuned(tmp_path, ".json", checkpoint_folder, *more)
     printed = capsys.readouterr().out
     assert "qa, exact-match; text from question + context, label from answers" in printed
     assert "train: no answer 16" in printed
     assert 0.8 < row["score"] == row["epoch_scores"][-1] <= row["beside"]["f1"]
     assert f"| squad | f1 | {100 * row['beside']['f1']:.2f} |" in printed
-    assert main(["--report", str(asked / "out"), "--output-dir", str(asked / "again")]) == 0
-    assert (asked / "again" / "table.md").read_text() == (asked / "out" / "table.md").read_text()
-    told = json.loads(predict(folder, asked / "valid.json", asked / "told.json").read_text())
+    assert main(["--report", str(tmp_path / "out"), "--output-dir", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "table.md").read_text() == (tmp_path / "out" / "table.md").read_text()
+    told = json.loads(predict(folder, tmp_path / "valid.json", tmp_path / "told.json").read_text())
     assert told == {f"valid-{number}": answer for number, answer in enumerate(stored)}
     said = r"told.conll: expected a name that ends in .jsonl, .csv, .tsv, .json$"
-    refused(said, predict, folder, asked / "valid.json", asked / "told.conll")
+    refused(said, predict, folder, tmp_path / "valid.json", tmp_path / "told.conll")

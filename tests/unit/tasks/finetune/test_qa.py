@@ -24,6 +24,7 @@ KIND = KINDS["qa"]
 TASK, WITH_UNANSWERABLE = Task("squad", "f1", "qa"), Task("squad2", "f1", "qa", (NO_ANSWER,))
 PIECES = ["who", "wrote", "?", "ada", "love", "##lace", "it", ".", "caf", "##e"]
 CONTEXT = "It: Ada  Lovelace wrote it."
+CELLS = {"question": "Who?", "context": CONTEXT, "answers": {"text": ["Ada"], "answer_start": [4]}}
 
 
 @pytest.fixture(scope="module")
@@ -105,22 +106,17 @@ def test_best_spans_are_those_of_the_twin():
         assert found == [list(spans_twin(a, b, longest)) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
 
 
-def loss_twin(logits, lengths, targets):
-    """Σ over rows of (−log softmax at the first − log softmax at the last piece) / 2, in float64 over true lengths."""
-    total = 0.0
-    for row, (length, places) in enumerate(zip(lengths, targets, strict=True)):
-        for side, place in enumerate(places):
-            of_row = [float(logits[row, position, side]) for position in range(length)]
-            total -= (of_row[place] - math.log(sum(math.exp(value) for value in of_row))) / 2
-    return total
-
-
 def test_the_loss_is_that_of_its_twin_and_knows_no_padding(tokenizer):
+    """Σ over rows of (−log softmax at the first − log softmax at the last piece) / 2, in float64 over true lengths."""
     encoded = encode(tokenizer, [example("Ada wrote it.", "Ada"), example(CONTEXT)])
     torch.manual_seed(0)
     outputs = torch.randn(2, int(encoded.lengths.max()), 2, dtype=torch.float64)
     targets = torch.from_numpy(KIND.targets(encoded, np.array([0, 1])))
-    twin = loss_twin(outputs, encoded.lengths.tolist(), encoded.targets.tolist())
+    twin = 0.0
+    for row, (length, places) in enumerate(zip(encoded.lengths.tolist(), encoded.targets.tolist(), strict=True)):
+        for side, place in enumerate(places):
+            logits = outputs[row, :length, side].tolist()
+            twin -= (logits[place] - math.log(sum(math.exp(value) for value in logits))) / 2
     assert encoded.lengths[0] < encoded.lengths[1]
     assert KIND.loss_sum(outputs, targets).item() == pytest.approx(twin, rel=1e-12)
 
@@ -184,32 +180,24 @@ def test_texts_and_cells():
             KIND.read(TASK, [answers], [predicted])
     with pytest.raises(ValueError):
         KIND.value_of(TASK, "x")
-    row = cells()
-    assert KIND.texts(row, KIND.usual_columns) == ("Who?", CONTEXT)
-    assert KIND.label(row["answers"], TASK) == Answers(("Ada",), (4,))
-    assert KIND.label([{"text": "Ada", "answer_start": 4}], TASK) == Answers(("Ada",), (4,))
-    assert KIND.label_names(row["answers"]) == () and KIND.label_names([]) == (NO_ANSWER,)
-
-
-def cells(**more):
-    answers = {"text": ["Ada"], "answer_start": [4]}
-    return {"question": "Who?", "context": CONTEXT, "answers": answers} | more
-
-
-NO_QUESTIONS = [
-    (cells(question=" "), "question is empty, expected text"),
-    (cells(context=None), "context is None, expected text"),
-    (cells(answers="Ada"), "label is 'Ada', expected {\"text\": "),
-    (cells(answers={"text": ["Ada"]}), 'expected {"text": '),
-    (cells(answers={"text": ["Ada"], "answer_start": []}), 'expected {"text": '),
-    (cells(answers={"text": ["Ada"], "answer_start": ["4"]}), 'expected {"text": '),
-    (cells(answers={"text": ["Ada"], "answer_start": [5]}), "answer 'Ada' is not at character 5 of the context"),
-    (cells(answers={"text": [""], "answer_start": [4]}), "answer '' is not at character 4 of the context"),
-]
+    assert KIND.texts(CELLS, KIND.usual_columns) == ("Who?", CONTEXT)
+    for answers in (CELLS["answers"], [{"text": "Ada", "answer_start": 4}]):
+        assert KIND.label(answers, TASK) == Answers(("Ada",), (4,))
+    assert KIND.label_names(CELLS["answers"]) == () and KIND.label_names([]) == (NO_ANSWER,)
 
 
 def test_rows_that_are_no_questions():
-    for row, expected in NO_QUESTIONS:
+    for wrong, expected in (
+        ({"question": " "}, "question is empty, expected text"),
+        ({"context": None}, "context is None, expected text"),
+        ({"answers": "Ada"}, "label is 'Ada', expected {\"text\": "),
+        ({"answers": {"text": ["Ada"]}}, 'expected {"text": '),
+        ({"answers": {"text": ["Ada"], "answer_start": []}}, 'expected {"text": '),
+        ({"answers": {"text": ["Ada"], "answer_start": ["4"]}}, 'expected {"text": '),
+        ({"answers": {"text": ["Ada"], "answer_start": [5]}}, "answer 'Ada' is not at character 5 of the context"),
+        ({"answers": {"text": [""], "answer_start": [4]}}, "answer '' is not at character 4 of the context"),
+    ):
+        row = CELLS | wrong
         with pytest.raises(ValueError, match=re.escape(expected)):
             texts = KIND.texts(row, KIND.usual_columns)
             KIND.label(row["answers"], TASK)
@@ -218,8 +206,6 @@ def test_rows_that_are_no_questions():
 
 SENTENCES = json.loads((Path(__file__).parents[3] / "golden" / "scripts.json").read_text(encoding="utf-8"))
 """Script → a sentence of it, or a few words."""
-
-
 BERT = pre_tokenizers.BertPreTokenizer()
 STRIPPED = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
 RULES = {

@@ -58,13 +58,9 @@ def test_csv_keeps_what_quotes_hold_and_tsv_has_no_quotes(write):
 
 
 LAYOUTS = {
-    **{
-        "bracket": "[{a},\n{b}]\n",
-        "blank": " [ {a}\n,\r\n {b} ] ",
-        "lines": "[\n{a},\n{b}\n]",
-        "after": "{a}\n\n{b}\n",
-    },
-    **{"beside": "{a} {b}", "commas": "{a},{b}", "carriage": "{a}\r{b}\r", "lists": "[{a}]\n[{b}]\n"},
+    **{"bracket": "[{a},\n{b}]\n", "blank": " [ {a}\n,\r\n {b} ] ", "lines": "[\n{a},\n{b}\n]"},
+    **{"after": "{a}\n\n{b}\n", "beside": "{a} {b}", "commas": "{a},{b}"},
+    **{"carriage": "{a}\r{b}\r", "lists": "[{a}]\n[{b}]\n"},
 }
 
 

@@ -207,8 +207,6 @@ def test_quotation_marks_that_a_program_has_put_into_a_tsv_are_warned_of(tmp_pat
 
 
 NO_LABEL = "WARNING, label -1 is how Hugging Face's datasets mark rows without a label; it is a class here: "
-
-
 TOLD = {"mark": f"{NO_LABEL}remove these rows", "scale": f"{NO_LABEL}unless the labels are a scale, remove these rows"}
 
 
@@ -253,17 +251,14 @@ def test_a_file_or_rows_that_stand_in_another_one_or_in_the_text_of_pre_training
     assert [fact for fact in facts if "rows have" in fact] == expected
 
 
-BAD_TESTS = [
-    ("a.csv b/a.tsv", None, "--test b/a.tsv: there is a file called a already; give this one a name: NAME=b/a.tsv"),
-    ("train=a.csv", None, "--test train=a.csv: there is a file called train already"),
-    ("valid.csv", "text", "column 'text' has 21 values, expected at most 20 for --test-groups"),
-    ("valid.csv", "field", "valid.csv, line 2: no column 'field', it has text, label"),
-]
-
-
 def test_test_files_of_one_name_and_groups_that_are_none_are_refused(tmp_path):
     rows = "text,label\n" + "".join(f"x{number},{'AB'[number % 2]}\n" for number in range(21))
-    for tests, groups, told in BAD_TESTS:
+    for tests, groups, told in (
+        ("a.csv b/a.tsv", None, "--test b/a.tsv: there is a file called a already; give this one a name: NAME=b/a.tsv"),
+        ("train=a.csv", None, "--test train=a.csv: there is a file called train already"),
+        ("valid.csv", "text", "column 'text' has 21 values, expected at most 20 for --test-groups"),
+        ("valid.csv", "field", "valid.csv, line 2: no column 'field', it has text, label"),
+    ):
         given = tuple(tests.replace("valid", f"{tmp_path}/valid").split())
         refused(re.escape(told), read_two, tmp_path, rows, rows, test=given, test_groups=groups)
 

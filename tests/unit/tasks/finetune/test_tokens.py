@@ -10,13 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.kinds.contract import (
-    Window,
-    context_windows,
-    pieces_of_answer,
-    pieces_of_words,
-    windows_of,
-)
+from megatron_ddrp.tasks.finetune.kinds.contract import context_windows, pieces_of_answer, pieces_of_words, windows_of
 from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
 from megatron_ddrp.tasks.finetune.table_files import Example, Task
 from tests.sentencepiece_models import train_model
@@ -69,10 +63,10 @@ def test_pieces_of_words_and_of_an_answer_are_those_of_the_text(tmp_path):
 
 def test_windows_by_hand_and_of_any_sentence_label_every_word_once():
     assert windows_of([], 4, 2) == []
-    assert windows_of([1, 2, 1], 4, 2) == [Window(0, 3, 0, 3)]
+    assert windows_of([1, 2, 1], 4, 2) == [(0, 3, 0, 3)]
     # Words of one piece: 0123 | 2345 | 4567, and of each pair of shared words one goes to either side.
-    assert windows_of([1] * 8, 4, 2) == [Window(0, 4, 0, 3), Window(2, 6, 3, 5), Window(4, 8, 5, 8)]
-    assert windows_of([9, 1, 9], 4, 2) == [Window(0, 1, 0, 1), Window(1, 2, 1, 2), Window(2, 3, 2, 3)]
+    assert windows_of([1] * 8, 4, 2) == [(0, 4, 0, 3), (2, 6, 3, 5), (4, 8, 5, 8)]
+    assert windows_of([9, 1, 9], 4, 2) == [(0, 1, 0, 1), (1, 2, 1, 2), (2, 3, 2, 3)]
     by_hand = {0: [(0, 0)], 5: [(0, 5)], 6: [(0, 5), (3, 6)], 11: [(0, 5), (3, 8), (6, 11)]}
     assert {pieces: context_windows(pieces, 5, 2) for pieces in by_hand} == by_hand
     for pieces in range(40):
@@ -192,20 +186,17 @@ def test_values_say_the_same_again_and_nan_is_a_tag():
     np.testing.assert_array_equal(KIND.read(task, values, values)[1].classes, side.classes)
 
 
-NO_SENTENCES = [
-    ("no list", ["O"], "tokens is 'no list', expected a list of words"),
-    ([], [], "tokens is empty or holds an empty word, expected a list of words"),
-    (["a", ""], [], "tokens is empty or holds an empty word, expected a list of words"),
-    (["a", 3], ["O", "O"], r"tokens is \['a', 3\], expected a list of words"),
-    (["a"], "O", "label is 'O', expected a list with the tag of each word"),
-    (["a"], ["B-X"], "label 'B-X' is in no row of the training file"),
-    (["a"], [""], "label is '', expected a name"),
-    (["a", "b"], ["O"], "1 tags for 2 words, expected one for each"),
-]
-
-
 def test_rows_that_are_no_sentences_and_values_of_another_kind_are_refused():
-    for tokens, tags, expected in NO_SENTENCES:
+    for tokens, tags, expected in (
+        ("no list", ["O"], "tokens is 'no list', expected a list of words"),
+        ([], [], "tokens is empty or holds an empty word, expected a list of words"),
+        (["a", ""], [], "tokens is empty or holds an empty word, expected a list of words"),
+        (["a", 3], ["O", "O"], r"tokens is \['a', 3\], expected a list of words"),
+        (["a"], "O", "label is 'O', expected a list with the tag of each word"),
+        (["a"], ["B-X"], "label 'B-X' is in no row of the training file"),
+        (["a"], [""], "label is '', expected a name"),
+        (["a", "b"], ["O"], "1 tags for 2 words, expected one for each"),
+    ):
         with pytest.raises(ValueError, match=expected):
             texts = KIND.texts({"tokens": tokens, "tags": tags}, KIND.usual_columns)
             KIND.label(tags, TASK)

@@ -102,7 +102,6 @@ def test_the_tasks_of_an_array_share_the_runs_and_the_last_one_finds_all_of_them
 
 CHANGED = "changed after this command had read it; finished runs are kept; run the same command again"
 ROW = json.dumps({"text": "red dog runs", "label": "colour"}) + "\n"
-MORE = '{"id": 9, "text": "red cat"}\n'
 
 
 @pytest.fixture
@@ -178,9 +177,7 @@ def test_a_worker_that_read_another_encoder_or_other_files_stops(topics, checkpo
 
 @pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
 @pytest.mark.parametrize("loads", ["{run}", "{run} {run}/iter_0000003"])
-def test_a_run_that_saves_meanwhile_is_one_encoder_to_all_workers(
-    topics, training_run, out, monkeypatch, capsys, loads
-):
+def test_a_run_that_saves_meanwhile_is_one_encoder_to_workers(topics, training_run, out, monkeypatch, capsys, loads):
     def in_this_process(work, given, count, jobs, store, tell, program):
         for number in range(count):
             work(number, *given)
@@ -226,7 +223,7 @@ def test_a_command_that_waits_leaves_no_job_to_others_in_silence(topics, bert_fo
 def test_a_test_file_without_labels_that_changed_is_not_predicted(topics, bert_folder, out, after_each_run, capsys):
     """The tables are there all the same."""
     path = topics / "new.jsonl"
-    after_each_run(lambda: path.write_text(path.read_text() + MORE))
+    after_each_run(lambda: path.write_text(path.read_text() + '{"id": 9, "text": "red cat"}\n'))
     refused(rf"new\.jsonl: {CHANGED}", main, words(topics, bert_folder, out, *GLANCE, "--test", path))
     assert not list((out / "predictions").glob("*test*"))
     assert (out / "table.md").read_text() in capsys.readouterr().out and (out / "table.json").is_file()

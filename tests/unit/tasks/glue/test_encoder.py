@@ -26,15 +26,15 @@ from megatron_ddrp.tasks.glue import TASKS
 from tests.refusals import refused
 from tests.unit.conversion.conftest import change_json, seal_again, write_checkpoint
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 14}
 CPU = torch.device("cpu")
 FINDERS = (load_encoder, read_folder, lambda folder: find_snapshots([folder], every=False))
 
 
 def write_model(folder, kind, **settings):
     """Write a tiny model of transformers with random weights, of 14 pieces and in most cases of 16 positions."""
-    settings = {"vocab_size": 14, "max_position_embeddings": 16} | settings
-    getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**settings)).save_pretrained(folder)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | {"max_position_embeddings": 16} | settings)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
 
 
 def hidden(encoder, examples):
@@ -111,17 +111,15 @@ def test_the_origin_says_what_was_loaded_and_a_run_has_the_vocabulary_of_its_tra
 
 
 OTHERS = {
-    "DistilBert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32},
     **{"Roberta": {}, "Data2VecText": {}, "IBert": {}, "RobertaPreLayerNorm": {}, "Esm": {"mask_token_id": 4}},
-    **{"Xmod": {"languages": ["en_XX"], "default_language": "en_XX"}},
+    **{"DistilBert": {"hidden_dim": 32}, "Xmod": {"languages": ["en_XX"], "default_language": "en_XX"}},
     **{"Luke": {"entity_vocab_size": 5, "entity_emb_size": 8}},
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_relatives_of_roberta_count_positions_from_the_padding_and_others_from_0(bert_folder, kind):
-    sizes = SIZES if kind != "DistilBert" else {}
-    write_model(bert_folder, kind, max_position_embeddings=10, pad_token_id=1, **sizes, **OTHERS[kind])
+    write_model(bert_folder, kind, max_position_embeddings=10, pad_token_id=1, **OTHERS[kind])
     encoder = load_encoder(bert_folder)
     assert encoder.max_length == (10 if kind == "DistilBert" else 8)
     states, valid = hidden(encoder, [Example(("red cat runs bird sings", "dog blue green red cat"), 0)])
@@ -129,7 +127,7 @@ def test_relatives_of_roberta_count_positions_from_the_padding_and_others_from_0
 
 
 def test_a_roberta_without_a_padding_and_an_xlnet_are_refused(bert_folder):
-    write_model(bert_folder, "Roberta", pad_token_id=0, **SIZES)
+    write_model(bert_folder, "Roberta", pad_token_id=0)
     change_json(bert_folder / "config.json", pad_token_id=None)
     refused("pad_token_id is null in its config.json, and positions are counted from it", load_encoder, bert_folder)
     transformers.AutoConfig.for_model("xlnet").save_pretrained(bert_folder)
@@ -137,8 +135,6 @@ def test_a_roberta_without_a_padding_and_an_xlnet_are_refused(bert_folder):
 
 
 CAUSAL = {"gpt2": {}, "gemma3_text": {}, "t5": {}, "bert": {"is_decoder": True}, "xlm": {"causal": True}}
-BIDIRECTIONAL = {"bert": {}, "fnet": {}, "xlm": {}, "bert-generation": {}}
-BIDIRECTIONAL |= {"gemma3_text": {"use_bidirectional_attention": True}}
 
 
 @pytest.mark.parametrize(("kind", "settings"), CAUSAL.items())
@@ -149,14 +145,15 @@ def test_a_model_whose_pieces_see_only_earlier_ones_is_refused(bert_folder, kind
 
 
 def test_encoders_with_a_causal_head_in_transformers_are_no_decoders():
-    kinds = BIDIRECTIONAL.items()
-    assert not [kind for kind, settings in kinds if _is_decoder(transformers.AutoConfig.for_model(kind, **settings))]
+    own = {"gemma3_text": {"use_bidirectional_attention": True}}
+    kinds = ("bert", "fnet", "xlm", "bert-generation", "gemma3_text")
+    assert not [kind for kind in kinds if _is_decoder(transformers.AutoConfig.for_model(kind, **own.get(kind, {})))]
 
 
 @pytest.mark.parametrize("kind", ["FNet", "Bert"])
 def test_families_whose_states_depend_on_padding_are_warned_of(bert_folder, kind):
     torch.manual_seed(0)
-    write_model(bert_folder, kind, initializer_range=0.3, pad_token_id=0, **SIZES)
+    write_model(bert_folder, kind, initializer_range=0.3, pad_token_id=0)
     encoder = load_encoder(bert_folder)
     examples = [Example(("red cat runs sings dog",), 0), Example(("red cat runs sings dog blue green bird",), 0)]
     (alone, valid), (padded, _) = hidden(encoder, examples[:1]), hidden(encoder, examples)
@@ -194,8 +191,7 @@ def test_a_half_precision_folder_is_tuned_and_drawn_anew_in_fp32_and_a_head_for_
 
 def test_a_configuration_without_its_model_type_is_named(bert_folder):
     path = bert_folder / "config.json"
-    values = json.loads(path.read_text())
-    del values["model_type"]
+    values = {key: value for key, value in json.loads(path.read_text()).items() if key != "model_type"}
     for written in ({}, {"model_type": None}, {"model_type": 5}, {"model_type": ""}):
         path.write_text(json.dumps(values | written))
         for read in FINDERS:

@@ -15,15 +15,7 @@ from megatron_ddrp.encoders.rows import dev_order, pad_batch, truncate
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.table_files import Example
 from megatron_ddrp.tasks.finetune.training import train_order
-from megatron_ddrp.tasks.glue import (
-    TASKS,
-    main,
-    parse_arguments,
-    read_examples,
-    read_task,
-    read_test,
-    write_test_predictions,
-)
+from megatron_ddrp.tasks.glue import TASKS, main, read_examples, read_task, read_test, write_test_predictions
 from tests.datasets import SHARED
 from tests.refusals import refused, wrong_arguments
 from tests.unit.tasks.conftest import arguments, rows, write_bert
@@ -87,20 +79,17 @@ def test_tasks_are_read_as_released(tmp_path):
     assert encoded.targets.tolist() == [0, 1]
 
 
-BAD_FILES = [
-    ("RTE", RTE, RTE.replace("\tnot_entailment", ""), r"dev\.tsv, line 3: 3 columns, expected 4"),
-    ("RTE", RTE, RTE.replace("\tentailment", "\tyes"), r"line 2: label 'yes', expected one of entailment, not_ent"),
-    ("RTE", RTE, None, r"dev\.tsv: no such file; RTE needs train\.tsv, dev\.tsv"),
-    ("STS-B", STSB, STSB.replace("4.750", "5.2"), "line 2: label '5.2', expected a number from 0 to 5"),
-    ("STS-B", STSB, STSB.replace("4.750", "high"), "line 2: label 'high', expected a number from 0 to 5"),
-]
-
-
 def test_errors_name_file_line_and_expectation(tmp_path):
-    for number, (task, train, dev, words) in enumerate(BAD_FILES):
-        folder = write(tmp_path / str(number), task, train=train, **({"dev": dev} if dev else {}))
-        error = refused(words, read_task, TASKS[task], folder)
-        assert str(folder / task / "dev.tsv") in str(error)
+    for task, train, dev, words in (
+        ("RTE", RTE, None, r"dev\.tsv: no such file; RTE needs train\.tsv, dev\.tsv"),
+        ("RTE", RTE, RTE.replace("\tnot_entailment", ""), r"dev\.tsv, line 3: 3 columns, expected 4"),
+        ("RTE", RTE, RTE.replace("\tentailment", "\tyes"), r"line 2: label 'yes', expected one of entailment, not_ent"),
+        ("STS-B", STSB, STSB.replace("4.750", "5.2"), "line 2: label '5.2', expected a number from 0 to 5"),
+        ("STS-B", STSB, STSB.replace("4.750", "high"), "line 2: label 'high', expected a number from 0 to 5"),
+    ):
+        write(tmp_path, task, train=train, **({"dev": dev} if dev else {}))
+        error = refused(words, read_task, TASKS[task], tmp_path)
+        assert str(tmp_path / task / "dev.tsv") in str(error)
 
 
 def test_a_missing_task_is_answered_with_the_tasks_there_and_nearby(tmp_path):
@@ -125,15 +114,13 @@ def test_a_few_broken_rows_of_qqp_are_left_out(tmp_path):
     refused("line 3: 4 columns", read_examples, TASKS["QQP"], path, raw)
 
 
-FUNNEL = RowForm(((1, 2), (FIRST, 0), (2, 0)), ((1, 2), (FIRST, 0), (2, 0), (SECOND, 1), (2, 1)))
-T5 = RowForm(((FIRST, 0), (2, 0)), ((FIRST, 0), (2, 0), (SECOND, 0), (2, 0)))
-
-
 def test_the_tokenizer_decides_the_separators_and_segments_of_rows():
+    funnel = RowForm(((1, 2), (FIRST, 0), (2, 0)), ((1, 2), (FIRST, 0), (2, 0), (SECOND, 1), (2, 1)))
+    t5 = RowForm(((FIRST, 0), (2, 0)), ((FIRST, 0), (2, 0), (SECOND, 0), (2, 0)))
     for form, pair, segments, single in (
         (usual_rows(1, 2, True), [1, 11, 11, 2, 2, 11, 11, 2], [0] * 8, [1, 11, 11, 11, 2]),
-        (FUNNEL, [1, 11, 11, 11, 2, 11, 11, 2], [2, 0, 0, 0, 0, 1, 1, 1], [1, 11, 11, 11, 2]),
-        (T5, [11, 11, 11, 2, 11, 11, 2], [0] * 7, [11, 11, 11, 2]),
+        (funnel, [1, 11, 11, 11, 2, 11, 11, 2], [2, 0, 0, 0, 0, 1, 1, 1], [1, 11, 11, 11, 2]),
+        (t5, [11, 11, 11, 2, 11, 11, 2], [0] * 7, [11, 11, 11, 2]),
     ):
         tokenizer = WordTokenizer()
         tokenizer.rows = form
@@ -196,17 +183,14 @@ def test_the_table_of_tasks_is_consistent():
         assert task.columns is None or {*task.text_columns, task.label_column} <= set(task.columns), task
 
 
-OFFICIAL = {"CoLA": (8551, 1043), "SST-2": (67349, 872), "MRPC": (3668, 408), "STS-B": (5749, 1500), "RTE": (2490, 277)}
-"""Task → number of rows of its training and of its development file."""
-
-
 def test_official_row_counts(tmp_path):
     archived = SHARED / "glue.tar.xz"
     if not archived.is_file():
         pytest.skip(f"the official files are not at hand ({archived})")
     with tarfile.open(archived) as archive:
         archive.extractall(tmp_path, filter="data")
-    for name, sizes in OFFICIAL.items():
+    sizes_of = {"CoLA": (8551, 1043), "SST-2": (67349, 872), "MRPC": (3668, 408), "STS-B": (5749, 1500)}
+    for name, sizes in (sizes_of | {"RTE": (2490, 277)}).items():
         data = read_task(TASKS[name], tmp_path / "glue")
         assert (len(data.train), len(data.dev["dev"])) == sizes, name
         assert TASKS[name].dev_examples == sizes[1]
@@ -214,23 +198,20 @@ def test_official_row_counts(tmp_path):
     assert len(read_examples(TASKS["QNLI"], path, path.read_bytes())) == TASKS["QNLI"].dev_examples == 5463
 
 
-MNLI_LABELS, MNLI_FILES = {"contradiction", "entailment", "neutral"}, ["MNLI-m.tsv", "MNLI-mm.tsv"]
 QUICK = ("--epochs", "1", "--seeds", "1", "--predict-test")
 
 
-def test_wrong_arguments_exit_with_2_and_bad_data_stops_before_the_encoder_is_loaded(
-    glue_dir, bert_folder, out, tmp_path, monkeypatch
-):
+def test_wrong_arguments_and_bad_data_are_refused_before_the_encoder_is_loaded(glue_dir, out, tmp_path, monkeypatch):
     for wrong, said in (
         ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
         ("--start-from-task MNLI", "MNLI: --tasks must name at least one of RTE, MRPC, STS-B"),
     ):
-        wrong_arguments(said, parse_arguments, arguments(glue_dir, tmp_path, tmp_path, *wrong.split()))
-    wrong_arguments("--data-dir is needed", parse_arguments, ["--output-dir", "out", "--load", "x"])
+        wrong_arguments(said, main, arguments(glue_dir, tmp_path, out, *wrong.split()))
+    wrong_arguments("--data-dir is needed", main, ["--output-dir", str(out), "--load", "x"])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
     said = "--fp16 needs a GPU; leave --fp16 out"
-    wrong_arguments(said, main, arguments(glue_dir, bert_folder, out, "--fp16"))
+    wrong_arguments(said, main, arguments(glue_dir, tmp_path, out, "--fp16"))
     (glue_dir / "CoLA" / "dev.tsv").write_text("made\t2\t\tred cat runs\n")
     said = r"dev\.tsv, line 1: label '2', expected one of 0, 1"
     refused(said, main, arguments(glue_dir, tmp_path / "no-such-encoder", out))
@@ -248,7 +229,8 @@ def test_the_best_epoch_is_told_and_the_submission_has_glues_format(three_tasks,
         assert [*row.get("other_scores", {})] == ["dev_mismatched"] * (row["task"] == "MNLI")
         assert row["epoch_scores"][-1] == row["score"] and row["metric"] == TASKS[row["task"]].metric
         assert row["epoch_scores"][row["best_epoch"] - 1] == row["best_epoch_score"] == max(row["epoch_scores"])
-    labels = {"CoLA.tsv": {"0", "1"}, "MNLI-m.tsv": MNLI_LABELS, "MNLI-mm.tsv": MNLI_LABELS, "STS-B.tsv": None}
+    of_mnli = {"contradiction", "entailment", "neutral"}
+    labels = {"CoLA.tsv": {"0", "1"}, "MNLI-m.tsv": of_mnli, "MNLI-mm.tsv": of_mnli, "STS-B.tsv": None}
     files = archived(out / "submission")
     assert sorted(files) == sorted(labels)
     for name, text in files.items():
@@ -268,9 +250,7 @@ def test_the_best_epoch_is_told_and_the_submission_has_glues_format(three_tasks,
 
 
 @pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
-def test_some_tasks_start_from_the_best_model_of_another_and_share_its_submission(
-    three_tasks, bert_folder, checkpoint_folder, out, capsys
-):
+def test_some_tasks_start_from_the_best_model_of_another(three_tasks, bert_folder, checkpoint_folder, out, capsys):
     loads = [str(bert_folder), str(checkpoint_folder)]
     more = [*QUICK, "--tasks", "CoLA", "STS-B", "--start-from-task", "MNLI", "--load", *loads]
     main(arguments(three_tasks, bert_folder, out, *more, "--dry-run"))
@@ -285,15 +265,14 @@ def test_some_tasks_start_from_the_best_model_of_another_and_share_its_submissio
     assert not out.exists()
     main(arguments(three_tasks, bert_folder, out, *more))
     found = {(row["task"], row["load"], row["encoder"]) for row in rows(out)}
-    assert {(task, load) for task, load, _ in found} == {
-        (task, f"{load}{', from MNLI' if task == 'STS-B' else ''}")
-        for task in ("CoLA", "MNLI", "STS-B")
-        for load in loads
-    }
+    expected = {(task, load) for task in ("CoLA", "MNLI") for load in loads}
+    assert {(task, load) for task, load, _ in found} == expected | {("STS-B", f"{load}, from MNLI") for load in loads}
     assert len({encoder for *_, encoder in found}) == 4
     assert f"| {bert_folder}, from MNLI |" in (out / "table.md").read_text()
     folders = list(out.glob("submission*"))
-    assert [sorted(archived(folder)) for folder in folders] == 2 * [["CoLA.tsv", *MNLI_FILES, "STS-B.tsv"]]
+    assert [sorted(archived(folder)) for folder in folders] == 2 * [
+        ["CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "STS-B.tsv"]
+    ]
     assert {json.loads((folder / "encoder.json").read_text())["name"] for folder in folders} == {*loads}
     (out / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(out)[:-1]))
     capsys.readouterr()

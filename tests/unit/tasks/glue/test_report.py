@@ -7,19 +7,11 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+from megatron_ddrp.tasks.finetune import runs
 from megatron_ddrp.tasks.finetune import tables as figure
 from megatron_ddrp.tasks.finetune.metrics import drawn_rows
 from megatron_ddrp.tasks.finetune.options import Search
-from megatron_ddrp.tasks.finetune.runs import (
-    Items,
-    Point,
-    RunStore,
-    TuningRun,
-    best_cells,
-    read_predictions,
-    task_order,
-    write_predictions,
-)
+from megatron_ddrp.tasks.finetune.runs import Items, RunStore, TuningRun, best_cells, read_predictions
 from megatron_ddrp.tasks.finetune.tables import all_tables, differences, gains, page, summary, write_report
 from megatron_ddrp.tasks.glue import GLUE, PAPER_ROWS, PAPER_TASKS, TASKS, main
 from tests.refusals import refused
@@ -37,26 +29,21 @@ def table(rows):
     return page(cells, GLUE, all_tables(cells, GLUE, Items(GLUE)))
 
 
-SHOWN = [
-    # New weights in an old folder are another row, and one encoder under two paths is one.
-    ([row(), row(score=0.7, encoder="f" * 16)], {"base (eeeeeeee)": [0.5], "base (ffffffff)": [0.7]}),
-    ([row(load="runs/a"), row(score=0.7, seed=2, load="/data/runs/a")], {"/data/runs/a": [0.5, 0.7]}),
-    # Other data, fewer rows, the same run in two folders.
-    ([row(score=0.9), row(score=0.1, data="x")], {"base": [0.1]}),
-    ([row(score=0.9, seed=2), row(score=0.1, max_train_examples=100)], {"base": [0.1]}),
-    ([row(), row()], {"base": [0.5]}),
-    # All seeds beat a lucky one; the best median.
-    ([row(seed=seed) for seed in range(5)] + [row(score=0.9, lr=3e-5)], {"base": [0.5] * 5}),
-    (
-        [row(score=(0.1, 0.9, 0.5, 0.6, 0.6, 0.2)[n], seed=n % 3, lr=(1e-5, 2e-5)[n // 3]) for n in range(6)],
-        {"base": [0.6, 0.6, 0.2]},
-    ),
-]
-"""Runs, and the scores that the table shows for each encoder."""
-
-
 def test_the_runs_that_count():
-    for rows, expected in SHOWN:
+    scores = (0.1, 0.9, 0.5, 0.6, 0.6, 0.2)  # of three seeds at two points
+    two_points = [row(score=score, seed=n % 3, lr=(1e-5, 2e-5)[n // 3]) for n, score in enumerate(scores)]
+    for rows, expected in (
+        # New weights in an old folder are another row, and one encoder under two paths is one.
+        ([row(), row(score=0.7, encoder="f" * 16)], {"base (eeeeeeee)": [0.5], "base (ffffffff)": [0.7]}),
+        ([row(load="runs/a"), row(score=0.7, seed=2, load="/data/runs/a")], {"/data/runs/a": [0.5, 0.7]}),
+        # Other data, fewer rows, the same run in two folders.
+        ([row(score=0.9), row(score=0.1, data="x")], {"base": [0.1]}),
+        ([row(score=0.9, seed=2), row(score=0.1, max_train_examples=100)], {"base": [0.1]}),
+        ([row(), row()], {"base": [0.5]}),
+        # All seeds beat a lucky one; the best median.
+        ([row(seed=seed) for seed in range(5)] + [row(score=0.9, lr=3e-5)], {"base": [0.5] * 5}),
+        (two_points, {"base": [0.6, 0.6, 0.2]}),
+    ):
         cells, text = best_cells(rows), table(rows)
         assert {name: tasks["RTE"].scores for name, tasks in cells.items()} == expected
         for name, scores in expected.items():
@@ -194,7 +181,7 @@ def test_the_papers_rows_are_marked_and_average_as_printed_and_its_runs_are_480_
     assert "| DDRP (MTH) 1M steps (paper) | 75.09 |" in text
     assert text.index("Scores printed in the paper") > text.index("| base |")
     assert len(Search().points) * Search().seeds * 8 == 480
-    assert Search(grid="quick").points == (Point(32, 3e-5, 4),)
+    assert Search(grid="quick").points == (runs.Point(32, 3e-5, 4),)
 
 
 def test_the_report_is_text_numbers_and_a_figure_and_names_what_is_below_a_constant_guess(tmp_path):
@@ -214,7 +201,7 @@ def test_the_report_is_text_numbers_and_a_figure_and_names_what_is_below_a_const
 def drawn(rows, title="GLUE"):
     """Return the figure of some rows."""
     cells = best_cells(rows, GLUE.order)
-    return figure.draw(cells, task_order(cells, GLUE.order), title)
+    return figure.draw(cells, runs.task_order(cells, GLUE.order), title)
 
 
 def test_an_undefined_score_is_a_cross_at_the_edge_and_not_a_dot_at_0_and_the_legend_says_as_what_it_counts():
@@ -271,12 +258,12 @@ LABELS = np.arange(ROWS) % 2.0
 
 def test_the_table_has_intervals_over_items_and_words_as_far_as_the_predictions_are_known(tmp_path, monkeypatch):
     """Three encoders with three seeds: two are right in about 90 % of the rows, one in 30 %."""
-    runs, samples = {}, {}
+    stores, samples = {}, {}
     for name, share, first in (("good", 0.9, 0), ("alike", 0.9, 3), ("bad", 0.3, 6)):
         draws = [np.random.default_rng(seed).random(ROWS) for seed in range(first, first + 3)]
         found = [np.where(draw < share, LABELS, 1 - LABELS) for draw in draws]
         folder = scored_folder(tmp_path / name, found, "RTE", encoder=name)
-        runs[folder] = RunStore(folder / "runs.jsonl")
+        stores[folder] = RunStore(folder / "runs.jsonl")
         drawn = drawn_rows("RTE", ROWS)  # [samples, rows]; the shares of right rows are `[seeds, samples]`
         samples[name] = np.array([[np.repeat(one == LABELS, counts).mean() for counts in drawn] for one in found])
 
@@ -286,7 +273,7 @@ def test_the_table_has_intervals_over_items_and_words_as_far_as_the_predictions_
     def interval(shares):
         return pytest.approx(np.quantile(shares, (0.025, 0.975)).tolist())
 
-    text = write_report(runs, tmp_path / "out", GLUE)
+    text = write_report(stores, tmp_path / "out", GLUE)
     good, alike, bad = samples.values()
     cell, judgements = told()["encoders"]["good"]["tasks"]["RTE"], ["not told apart", "better", "better"]
     assert cell["over_items"] == interval(np.median(good, axis=0)) and cell["constant_guess"] == 0.5
@@ -297,14 +284,14 @@ def test_the_table_has_intervals_over_items_and_words_as_far_as_the_predictions_
     assert "(below a constant guess) |" in text and text.count("below a constant guess") == 1
     assert "| (constant guess) | 50.00 |" in text
     assert ",better\n" in (tmp_path / "out" / "tables" / "differences.csv").read_text()
-    cell = best_cells(row | {"folder": str(folder)} for folder, store in runs.items() for row in store)["good"]["RTE"]
+    cell = best_cells(row | {"folder": str(folder)} for folder, store in stores.items() for row in store)["good"]["RTE"]
     assert Items(GLUE).of_cell(cell)
     with monkeypatch.context() as patched:
-        patched.setattr("megatron_ddrp.tasks.finetune.runs.MOST_RESAMPLED", ROWS - 1)
+        patched.setattr(runs, "MOST_RESAMPLED", ROWS - 1)
         assert Items(GLUE).of_cell(cell) is None, "a file of too many rows has no interval"
-    folder, store = next(iter(runs.items()))
+    folder, store = next(iter(stores.items()))
     (folder / "predictions" / f"{TuningRun.of_row(next(iter(store))).name}.tsv").unlink()
-    write_report(runs, tmp_path / "out", GLUE)
+    write_report(stores, tmp_path / "out", GLUE)
     assert [pair["over_items"] is None for pair in told()["differences"]] == [True, True, False]
     assert told()["encoders"]["good"]["tasks"]["RTE"]["over_items"] is None
     assert [pair["judgement"] for pair in told()["differences"]] == judgements
@@ -374,7 +361,7 @@ def test_predictions_are_read_as_they_were_written(tmp_path):
         predicted = values[::-1].copy()
         predicted[2] = np.nan
         sides = {"a": (values, predicted), "b": (values[:3], values[:3])}
-        write_predictions(tmp_path / "x.tsv", TASKS[task], sides)
+        runs.write_predictions(tmp_path / "x.tsv", TASKS[task], sides)
         found = read_predictions((tmp_path / "x.tsv").read_bytes(), TASKS[task])
         assert list(found) == ["a", "b"]
         for name, side in sides.items():
