@@ -52,7 +52,7 @@ class Masking:
         `[words]` the place in them where each word begins. The result depends on these arguments only, so that it does
         not change when a run resumes. It is called only if `longest` is above 1, so units of single words need none.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no lengths()")
+        raise UserError(f"{type(self).__name__} has no lengths(), which longest above 1 needs: write it")
 
 
 class WholeWord(Masking):

@@ -8,10 +8,11 @@ from scipy import stats
 
 from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.batches.masking import Masker, predict_next
+from megatron_ddrp.data.batches.masking import Masker, Masking, predict_next
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, permute, to_unit
 from tests.datasets import fake_tokenizer
 from tests.reference import objectives as twin
+from tests.refusals import refused
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
 VOCAB = 200
@@ -119,6 +120,13 @@ def test_shares_can_be_set_for_electra_and_impossible_ones_are_refused():
     for name, value in (("mask_prob", 0.0), ("mask_prob", 1.5), ("mask_share", 0.95)):
         with pytest.raises(ValueError, match=name):
             make_masker(**{name: value})
+
+
+def test_a_masking_whose_units_join_words_says_how_long_they_are():
+    pairs = type("Pairs", (Masking,), {"longest": 2})()
+    ids, documents = make_rows(2, 12, np.random.default_rng(0))
+    masker = Masker(fake_tokenizer(WORD_STARTS), seed=SEED, masking=pairs)
+    refused(r"Pairs has no lengths\(\)", masker, ids, documents, np.zeros(2, int), np.arange(2))
 
 
 def test_draws_are_elementwise_functions_of_their_seed_purpose_and_counters_and_frozen():
