@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import hashlib
 import io
-import json
 import os
 import subprocess
 import sys
@@ -24,22 +23,16 @@ from typing import Any, NamedTuple
 from safetensors.numpy import load_file
 
 from tests.endurance.layouts import make_corpus
-from tests.integration.conftest import TINY, command_line
-from tests.integration.launch import ROOT, environment
-
-BY_THE_CLOCK = {"tokens_per_second", "step_time", "mfu", "peak_memory_gib"}
+from tests.integration.conftest import DROPOUT, NOTES, PIPELINE, TENSOR, TINY, command_line
+from tests.integration.launch import ROOT, environment, json_file, read_rows, without_times
+from tests.integration.test_gradients import ZERO_3_OF_ALL
 
 COMMON = TINY | {"train_iters": 5, "eval_interval": 5, "eval_iters": 1, "zero_stage": 1}
-NOTES = {"notes": True, "notes_min_count": 4, "notes_max_count": 30, "notes_window": 5}
 MLM: dict[str, Any] = {"position_encoding": "absolute", "objective": "mlm"}
 MTH: dict[str, Any] = {"position_encoding": "ddrp", "objective": "mth"}
 ELECTRA: dict[str, Any] = {"position_encoding": "ddrp", "objective": "electra", "generator_size": 0.5}
 DEBERTA: dict[str, Any] = {"position_encoding": "deberta", "objective": "mlm"}
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 RECOMPUTED: dict[str, Any] = {"checkpoint_activations": True, **DROPOUT}
-BF16 = {"bf16": True}
-PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 SEQUENCE: dict[str, Any] = TENSOR | {"sequence_parallel": True}
 ZERO_3: dict[str, Any] = {"zero_stage": 3}
 
@@ -53,17 +46,15 @@ ONE_PROCESS: dict[str, dict[str, Any]] = {
     "deberta, mask decoder": DEBERTA,
     "ddrp, a table per layer": MTH | {"relative_table": "per-layer"},
     "pre-LN": MTH | {"layernorm_position": "pre"},
-    "bf16": MTH | BF16,
-    "eager": MTH | {"attention_backend": "eager"},
-    "sdpa": MTH | {"attention_backend": "sdpa"},
-    "blocked": MTH | {"attention_backend": "blocked"},
+    "bf16": MTH | {"bf16": True},
+    **{backend: MTH | {"attention_backend": backend} for backend in ("eager", "sdpa", "blocked")},
     "logged similarities": DEBERTA | {"log_similarity": True},
 }
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "PP 2, recomputation": MTH | PIPELINE | RECOMPUTED,
     "PP 2, packing": MTH | PIPELINE | {"packing": True},
     "PP 2, electra, notes": ELECTRA | NOTES | PIPELINE,
-    "PP 2, bf16": MTH | PIPELINE | BF16,
+    "PP 2, bf16": MTH | PIPELINE | {"bf16": True},
     "TP 2": MTH | TENSOR,
     "TP 2, sequence": MTH | SEQUENCE,
     "TP 2, sequence, electra, notes": ELECTRA | NOTES | SEQUENCE,
@@ -71,7 +62,7 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "ZeRO 3, mth": MTH | ZERO_3,
     "ZeRO 3, electra, notes": ELECTRA | NOTES | ZERO_3,
     "ZeRO 3, recomputation": MTH | ZERO_3 | RECOMPUTED,
-    "ZeRO 3, bf16": MTH | ZERO_3 | BF16,
+    "ZeRO 3, bf16": MTH | ZERO_3 | {"bf16": True},
     "ZeRO 3, nothing stays gathered": MTH | ZERO_3 | {"deepspeed_config": "threshold.json"},
 }
 
@@ -104,23 +95,17 @@ def start(tree: Path, run: Run, data: dict[str, Any], folder: Path) -> subproces
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)] * (run.ranks > 1)
     arguments = command_line({**COMMON, **data, **run.flags, "save": folder})
     with Path(f"{folder}.stderr").open("wb") as stream:
-        return subprocess.Popen(
-            [sys.executable, *launcher, str(tree / "pretrain_bert.py"), *arguments],
-            stdout=subprocess.DEVNULL,
-            stderr=stream,
-            env=environment() | {"PYTHONPATH": str(tree)},
-            cwd=folder.parent,
-        )
+        command = [sys.executable, *launcher, str(tree / "pretrain_bert.py"), *arguments]
+        place: dict[str, Any] = {"env": environment() | {"PYTHONPATH": str(tree)}, "cwd": folder.parent}
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, **place)
 
 
 def exact_values(folder: Path) -> dict[str, str]:
     """Return all that a run computed, name → exact text: each metric of each step, a hash of each stored tensor."""
     values: dict[str, str] = {}
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in without_times(read_rows(folder)):
         for key, value in row.items():
-            if key not in BY_THE_CLOCK:
-                values[f"step {row['iteration']}: {key}"] = value.hex() if isinstance(value, float) else repr(value)
+            values[f"step {row['iteration']}: {key}"] = value.hex() if isinstance(value, float) else repr(value)
     for path in sorted(folder.glob("iter_*/*.safetensors")):
         for name, tensor in load_file(path).items():
             values[f"{path.name}: {name}"] = hashlib.sha256(tensor.tobytes()).hexdigest()[:16]
@@ -145,9 +130,7 @@ def compare(base: Path, head: Path, runs: list[Run], folder: Path) -> int:
     """Make the runs in both trees, print a row for each, and return how many differ."""
     data, trees, different = make_corpus(folder), {"base": base, "head": head}, 0
     for side in trees:
-        (folder / side).mkdir()
-        threshold = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-        (folder / side / "threshold.json").write_text(json.dumps(threshold), encoding="utf-8")
+        json_file(folder / side / "threshold.json", ZERO_3_OF_ALL)
     for number, run in enumerate(runs):
         saves = [folder / side / f"run{number}" for side in trees]
         processes = [start(tree, run, data, save) for tree, save in zip(trees.values(), saves, strict=True)]

@@ -6,7 +6,6 @@ One step of 32 micro-batches on two ranks. A cell is the largest relative error 
 optimizer steps with, against the sum in float64 of the gradients that the backward passes gave.
 """
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.parallel.pipeline import local_parameters
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from tests.endurance.layouts import make_corpus
-from tests.integration.conftest import TINY, command_line
+from tests.integration.conftest import PIPELINE, TENSOR, TINY, command_line
 from tests.integration.inside_engines import built
+from tests.integration.launch import json_file
 from tests.integration.test_gradients import IN_BF16, RUN
 from tests.integration.training_runs import forget_layout, of_each_run
 
@@ -28,8 +28,8 @@ RANKS = 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO 1": {"zero_stage": 1},
     "ZeRO 2": {"zero_stage": 2},
-    "tensor 2, ZeRO 1": {"zero_stage": 1, "tensor_model_parallel_size": 2},
-    "pipeline 2, ZeRO 1": {"zero_stage": 1, "pipeline_model_parallel_size": 2},
+    "tensor 2, ZeRO 1": TENSOR | {"zero_stage": 1},
+    "pipeline 2, ZeRO 1": PIPELINE | {"zero_stage": 1},
     "ZeRO 3": {"zero_stage": 3},
 }
 SUMS = {"in fp32": {}, "in fp32, reduced in bf16": {"communication_data_type": "bf16"}, "in bf16": IN_BF16}
@@ -40,20 +40,17 @@ def error_of_first_step(words: list[str]) -> float:
     """Return ‖g − Σ‖ ÷ ‖Σ‖ over this rank's parameters in the first step of `pretrain_bert.py WORDS`; Σ adds up each
     micro-batch's gradient in float64."""
     engine, loader, setup = built(words)
-    ranks = setup.ranks
-    parameters = local_parameters(engine.module)
-    found: list[float] = []
+    parameters, found = local_parameters(engine.module), list[float]()
     sums = {name: exact_sum(parameter) for name, parameter in parameters.items()}
     take_step = engine._take_model_step
 
     def compare_first(*arguments: Any, **named: Any) -> Any:
-        found.append(relative_error(parameters, sums, ranks))
+        found.append(relative_error(parameters, sums, setup.ranks))
         return take_step(*arguments, **named)
 
     engine._take_model_step = compare_first
     train_step(engine, training_inputs(loader.step(0), setup, 1), setup, 1)
-    engine.destroy()
-    forget_layout()
+    forget_layout(engine)
     return found[0]
 
 
@@ -90,8 +87,7 @@ def main() -> None:
         wanted = [(layout, column) for layout in LAYOUTS for column in SUMS]
         command_lines = []
         for number, (layout, column) in enumerate(wanted):
-            path = Path(folder) / f"{number}.json"
-            path.write_text(json.dumps(SUMS[column]), encoding="utf-8")
+            path = json_file(Path(folder) / f"{number}.json", SUMS[column])
             command_lines.append(command_line(common | LAYOUTS[layout] | {"deepspeed_config": path}))
         for key, errors in zip(wanted, of_each_run(RANKS, command_lines, error_of_first_step), strict=True):
             cells[key] = f"{max(errors):.1e}"

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -73,17 +73,14 @@ def measure(
     models: list[dict[str, str]], chosen: list[Layout], data: dict[str, Path]
 ) -> Iterator[tuple[Layout, dict[str, str], dict[str, float]]]:
     """(layout, model, largest differences), as they come: one process group a world size and model."""
-
-    def words(*changes: dict) -> list[str]:
-        return command_line({k: v for part in (COURSE, data, *changes) for k, v in part.items()})
-
-    references: list[Rows] = train_runs(1, [words(model, {"zero_stage": 0}) for model in models])
+    common: dict[str, Any] = COURSE | data
+    references: list[Rows] = train_runs(1, [command_line(common | model | {"zero_stage": 0}) for model in models])
     for model, reference in zip(models, references, strict=True):
         nearest = min((abs(row["hcd_loss"]) for row in reference if "hcd_loss" in row), default=1.0)
         assert nearest >= SMALLEST_HCD, f"{model}: HCD comes as close to 0 as {nearest:.1e}: choose another seed"
         for world_size in sorted({layout.world_size for layout in chosen}):
             group = [layout for layout in chosen if layout.world_size == world_size]
-            found = train_runs(world_size, [words(model, layout.flags()) for layout in group])
+            found = train_runs(world_size, [command_line(common | model | layout.flags()) for layout in group])
             for layout, rows in zip(group, found, strict=True):
                 yield layout, model, largest_differences(rows, reference)
 

@@ -40,11 +40,6 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
-def folder_of(file: Path) -> str:
-    """Return the folder that a file counts for: the first two of its path."""
-    return "/".join(file.parts[:-1][:2]) or "."
-
-
 def part_of(file: Path) -> str:
     """Return the part of the house that a file is in: core, tasks or lab of the package, or its first folder."""
     if file.parts[0] != "megatron_ddrp":
@@ -56,7 +51,7 @@ def main() -> None:
     counts = {file: code_lines((ROOT / file).read_text(encoding="utf-8")) for file in source_files()}
     folders: Counter[str] = Counter()
     for file, lines in counts.items():
-        folders[folder_of(file)] += lines
+        folders["/".join(file.parts[:-1][:2]) or "."] += lines
     for folder, lines in folders.most_common():
         print(f"{lines:7,} {folder}")
     print(f"{sum(counts.values()):7,} lines of code in {len(counts)} files")

@@ -1,5 +1,6 @@
 """The flags of a model that trains in a second."""
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_ddrp import pretrain
-from megatron_ddrp.commands.functions import Run
+from megatron_ddrp.commands.functions import Run, given_words
 from megatron_ddrp.config import ENCODINGS, encoding_class
 from tests.conftest import TinyCorpus
-from tests.integration.hosts import Host, missing, two_hosts
+from tests.integration.hosts import Host, two_hosts
 
 Flags = Callable[..., list[str]]
 Train = Callable[..., Run]
@@ -23,22 +24,14 @@ TINY: dict[str, Any] = {
     **{"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 5, "lr": 1e-3},
     **{"lr_warmup_fraction": 0.2, "log_interval": 1, "eval_interval": 0, "split": "90,10,0"},
 }
-
-
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 NOTES = {"notes": True, "notes_min_count": 4, "notes_max_count": 30, "notes_window": 5}
 
 
 def command_line(flags: dict[str, Any]) -> list[str]:
-    """`{"train_iters": 5, "bf16": True}` → `--train-iters 5 --bf16`; None and False leave a flag out."""
-    words = []
-    for name, value in fitting(flags).items():
-        if value is None or value is False:
-            continue
-        values = value if isinstance(value, tuple) else () if value is True else (value,)
-        words += ["--" + name.replace("_", "-"), *map(str, values)]
-    return words
+    """`{"train_iters": 5, "bf16": True, "packing": False}` → `--train-iters 5 --bf16 --no-packing`, without None."""
+    return given_words(fitting(flags))
 
 
 def fitting(flags: dict[str, Any]) -> dict[str, Any]:
@@ -97,8 +90,9 @@ def run(three_steps: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts with a network between them, made of namespaces."""
-    reason = missing()
-    if reason:
-        pytest.skip(reason)
-    with two_hosts() as made:
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(two_hosts())
+        except OSError as error:
+            pytest.skip(f"needs root and ip, to make network namespaces: {error}")
         yield made

@@ -7,7 +7,6 @@ anywhere else, except through the cable.
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -74,16 +73,3 @@ def ip(*words: str) -> str:
     if done.returncode:
         raise OSError(done.stderr.strip() or f"ip {' '.join(words)} failed")
     return done.stdout
-
-
-def missing() -> str:
-    """Why two hosts cannot be made here; nothing where they can."""
-    if os.geteuid():
-        return "needs root, to make network namespaces"
-    if not shutil.which("ip", path=f"{os.environ['PATH']}:/usr/sbin"):
-        return "needs ip, not installed here"
-    try:
-        with two_hosts():
-            return ""
-    except OSError as error:
-        return f"this machine makes no network namespaces: {error}"

@@ -9,11 +9,11 @@ when a mantissa bit flips in an activation, a gradient or a weight.
 import contextlib
 import gc
 import io
-import json
+import itertools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from megatron_ddrp.model import build_model, graphs
 from megatron_ddrp.parallel.pipeline import local_parameters, whole_name
 from megatron_ddrp.parallel.process_group import place_in_grid
 from tests.emulated_graphs import Emulator, captured_shapes
+from tests.integration.launch import json_file
 from tests.integration.training_runs import forget_layout, train_run
 
 
@@ -93,17 +94,13 @@ def proofs(run: tuple[list[str], str]) -> Proved:
         train_step(engine, inputs, setup, 2)
     except UserError as refusal:
         error = str(refusal) if refusal.agreed else ""
-    engine.destroy()
-    forget_layout()
+    forget_layout(engine)
     return Proved(lines, error, list(proof.parameters))
 
 
-READS = (
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.masked_fill_.Tensor,  # a kernel of CUDA takes the value as a number
-    torch.ops.aten.masked_fill.Tensor,
-)
+ATEN = torch.ops.aten
+READS = (ATEN._local_scalar_dense.default, ATEN.equal.default, ATEN.masked_fill_.Tensor, ATEN.masked_fill.Tensor)
+"""Operations that read a number; a kernel of CUDA takes the value of `masked_fill` as one."""
 WARM_UP_STEPS = 3
 """DeepSpeed's throughput timer waits from the third step on."""
 
@@ -143,38 +140,26 @@ class Stream:
         self.waiting.count("synchronize")
 
 
-@contextlib.contextmanager
-def deepspeed_without_gpu() -> Iterator[None]:
-    """Let DeepSpeed train on the CPU in any half precision, with the settings for a GPU."""
+def waits_of_step(words: list[str]) -> Waits:
+    """Return the waits of the step after `WARM_UP_STEPS` of `pretrain_bert.py WORDS`.
+
+    DeepSpeed trains on the CPU in any half precision, with the settings for a GPU.
+    """
     from deepspeed.accelerator import get_accelerator
 
-    settings, accelerator = build.deepspeed_settings, type(get_accelerator())
-    half = [torch.float, torch.half, torch.bfloat16]
+    config, loader, setup = opened(words)
+    settings, accelerator, waiting = build.deepspeed_settings, type(get_accelerator()), Waiting()
+    answers = {"is_fp16_supported": True, "resolves_data_dependency": False, "current_stream": Stream(waiting)}
+    answers |= {"supported_dtypes": [torch.float, torch.half, torch.bfloat16], "Event": Stream(waiting)}
 
     def of_gpu(setup: Setup, parameters: int) -> dict[str, Any]:
         return settings(replace(setup, ranks=setup.ranks._replace(device=torch.device("cuda"))), parameters)
 
     with (
         mock.patch.object(build, "deepspeed_settings", of_gpu),
-        mock.patch.object(accelerator, "is_fp16_supported", lambda _: True),
-        mock.patch.object(accelerator, "supported_dtypes", lambda _: half),
-        mock.patch.object(accelerator, "resolves_data_dependency", lambda _: False),
-    ):
-        yield
-
-
-def waits_of_step(words: list[str]) -> Waits:
-    """Return the waits of the step after `WARM_UP_STEPS` of `pretrain_bert.py WORDS`."""
-    from deepspeed.accelerator import get_accelerator
-
-    config, loader, setup = opened(words)
-    accelerator, waiting = type(get_accelerator()), Waiting()
-    with (
-        deepspeed_without_gpu(),
-        mock.patch.object(accelerator, "current_stream", lambda *_: Stream(waiting)),
-        mock.patch.object(accelerator, "Event", lambda *_, **__: Stream(waiting)),
-        mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
+        mock.patch.multiple(accelerator, **{name: mock.Mock(return_value=each) for name, each in answers.items()}),
         mock.patch.object(accelerator, "synchronize", lambda *_: waiting.count("synchronize")),
+        mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
     ):
         engine = build.build_engine(build_model(config.model, objective=config.objective), setup)
         engine.optimizer.reduction_stream = Stream(waiting)
@@ -184,8 +169,7 @@ def waits_of_step(words: list[str]) -> Waits:
         with waiting:
             _take(engine, loader, setup, WARM_UP_STEPS + 1)
         waits = dict(waiting.waits)
-        engine.destroy()
-    forget_layout()
+        forget_layout(engine)
     return waits
 
 
@@ -201,8 +185,7 @@ Held = dict[str, int]
 def held_in_second_step(words: list[str]) -> Held:
     """Train two steps; in the second, the most that is held after any micro-batch's backward pass."""
     config, loader, setup = opened(words)
-    gc.collect()
-    before = size(all_tensors())
+    before = settled_size()
     model = build_model(config.model, config.parallel.checkpoint_activations, config.objective)
     engine = build_engine(model, setup)
     del model
@@ -220,13 +203,8 @@ def held_in_second_step(words: list[str]) -> Held:
         if step == 2:
             engine.step, engine._take_model_step = count_before(engine.step), count_before(engine._take_model_step)
         _take(engine, loader, setup, step)
-    engine.destroy()
-    forget_layout()
+    forget_layout(engine)
     return held
-
-
-def all_tensors() -> list[Tensor]:
-    return [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
 
 
 def settled_size() -> int:
@@ -234,7 +212,7 @@ def settled_size() -> int:
     sizes = []
     for _ in range(20):
         gc.collect()
-        sizes.append(size(all_tensors()))
+        sizes.append(size(item for item in gc.get_objects() if issubclass(type(item), Tensor)))
         time.sleep(0.01)
     return min(sizes)
 
@@ -285,16 +263,15 @@ def train_emulated(words: list[str]) -> list[Any]:
 
 
 def scaling(path: Path, **settings: int) -> Path:
-    """A DeepSpeed file with settings of the dynamic loss scale."""
-    path.write_text(json.dumps({"fp16": settings}), encoding="utf-8")
-    return path
+    """Write a DeepSpeed file with settings of the dynamic loss scale, and return its path."""
+    return json_file(path, {"fp16": settings})
 
 
-def allow_fp16_on_the_cpu() -> None:
-    """DeepSpeed refuses it for its speed; its arithmetic is what is wanted here."""
+def allow_fp16_on_the_cpu(change: Callable[..., None] = setattr) -> None:
+    """Change what DeepSpeed refuses for its speed alone; its arithmetic is what tests need."""
     from deepspeed.accelerator import get_accelerator
 
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    change(type(get_accelerator()), "is_fp16_supported", lambda self: True)
 
 
 STEP = 2
@@ -370,11 +347,10 @@ def flipped(module: nn.Module, fault: Fault) -> Any:
         flip(local_parameters(module)[fault.kind])
         yield
         return
-    calls: list[int] = []
+    passes = itertools.count()
 
     def look(inner: nn.Module, given: Any, output: Tensor) -> None:
-        calls.append(1)
-        if len(calls) - 1 != fault.number:
+        if next(passes) != fault.number:
             return
         if fault.kind == "activation":
             flip(output)
@@ -382,11 +358,8 @@ def flipped(module: nn.Module, fault: Fault) -> Any:
             output.register_hook(flip)
 
     named = {whole_name(inner): inner for inner in module.modules()}
-    hook = named["layers.0.feed_forward.output"].register_forward_hook(look)
-    try:
+    with named["layers.0.feed_forward.output"].register_forward_hook(look):
         yield
-    finally:
-        hook.remove()
 
 
 def flip(tensor: Tensor) -> Tensor:

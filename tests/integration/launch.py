@@ -98,7 +98,7 @@ def start_ranks(
             for of_rank in zip(words, variables, streams, strict=True)
         ]
         exit_codes = exit_codes_of(ranks, timeout, during)
-        stdout, stderr = ([_text(path) for path in paths] for paths in zip(*streams, strict=True))
+        stdout, stderr = (list(map(text_of, paths)) for paths in zip(*streams, strict=True))
     return Result(exit_codes, stdout, stderr)
 
 
@@ -167,9 +167,9 @@ def set_by_launcher(world_size: int) -> list[dict[str, str]]:
     return [{**dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), **sizes, **address} for rank in range(world_size)]
 
 
-def _text(path: Path) -> str:
-    """What a rank wrote; nothing where it was killed before it began."""
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+def text_of(path: Path) -> str:
+    """Return what a process wrote into a file; nothing if it was killed before it began."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def fork_server(preloaded: Sequence[str] = PRELOADED) -> Any:
@@ -264,13 +264,6 @@ def _work(variables: dict[str, str], streams: list[Path], target: Callable[..., 
     target(*args)
 
 
-def run_program(program: str, *words: object) -> subprocess.CompletedProcess[str]:
-    """Run a script of this repository, or a module, in a process that need not import torch again."""
-    ended = start_ranks(words, None, program=program)
-    assert ended.exit_codes[0] is not None, f"{program} did not end within {TIMEOUT:.0f} s"
-    return subprocess.CompletedProcess(words, ended.exit_codes[0], ended.stdout[0], ended.stderr[0])
-
-
 def run_command(command: Sequence[object], **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program as a user would, from another folder than the project's."""
     words = [str(word) for word in command]
@@ -292,13 +285,6 @@ def lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("[")]
 
 
-def command_of_process(pid: int) -> bytes:
-    """Return a process's command line, or nothing if it has ended meanwhile."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
 def free_port() -> int:
     """A port that nobody listens on now, and that Linux gives to nobody who asks for any port (those from 32768)."""
     while True:
@@ -308,9 +294,22 @@ def free_port() -> int:
             return port
 
 
+def json_file(path: Path, content: Any) -> Path:
+    """Write a file of JSON, one line per row of a list, and return its path."""
+    rows = content if isinstance(content, list) else [content]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of DIR/metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """Return the rows of DIR/metrics.jsonl."""
+    return json_lines(folder / "metrics.jsonl")
 
 
 def training_rows(folder: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 No damaged file is silent or ends in a traceback: some of the cases of `python -m tests.endurance.damage`.
 """
 
-import json
 import shutil
 import subprocess
 import sys
@@ -22,20 +21,17 @@ from tests.endurance.damage.kinds import KINDS, all_cases
 from tests.endurance.damage.readers import READERS, Ended, result_of
 from tests.endurance.damage.verdict import Healthy, judge, plain_lines
 from tests.integration.conftest import Flags, Train
-from tests.integration.launch import ROOT, Result, environment, lines, start_ranks
+from tests.integration.launch import ROOT, Result, environment, json_file, json_lines, lines, start_ranks
 from tests.refusals import refused
 
 PLUGIN = Path(__file__).with_name("plugin_encoding.py")
 
 
 def assert_refused(result: Result, exit_code: int, *words: str) -> None:
-    """Every rank ends with the code; one line in all, and it holds the words."""
+    """Check that every rank ended with the code, and that they wrote one line in all, which holds the words."""
     assert result.exit_codes == [exit_code] * len(result.exit_codes), "\n".join(result.stderr)
-    said = [line for stderr in result.stderr for line in lines(stderr)]
-    assert len(said) == 1, "\n".join(said)
-    assert said[0].startswith("pretrain_bert.py: error: ")
-    for word in words:
-        assert word in said[0]
+    (said,) = (line for stderr in result.stderr for line in lines(stderr))
+    assert said.startswith("pretrain_bert.py: error: ") and all(word in said for word in words), said
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -67,8 +63,7 @@ def test_a_host_with_another_command_is_refused(
 ) -> None:
     files = {"DATA": tiny_corpus.prefix, "MIXED": shuffle(tmp_path / "mixed", str(tiny_corpus.prefix), 1).prefix}
     for number, name in enumerate(("ONE", "TWO"), 1):
-        files[name] = tmp_path / name
-        files[name].write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": number * 1000}}))
+        files[name] = json_file(tmp_path / name, {"zero_optimization": {"reduce_bucket_size": number * 1000}})
     first = {"deepspeed_config": files["ONE"]} if "TWO" in words else {"verify_data": "DATA" in words}
     own = [files.get(word, word) for word in words]
     assert_refused(start_ranks(flags(save=tmp_path / "run", **first), 2, last_arguments=own), WRONG_ARGUMENTS, said)
@@ -161,7 +156,7 @@ def test_no_damage_is_silent_or_ends_in_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.endurance.damage", *map(str, words)]
     ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=1200.0)
     assert ended.returncode == 0, ended.stderr
-    outcomes = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text(encoding="utf-8").splitlines()]
+    outcomes = json_lines(tmp_path / "outcomes.jsonl")
     assert len(outcomes) == CASES
     assert {outcome["label"] for outcome in outcomes} == {kind.label for kind in KINDS}
     known = {verdict.REFUSED, verdict.TOLD, verdict.HARMLESS}

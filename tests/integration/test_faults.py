@@ -2,20 +2,19 @@
 that compute wrong, which a replay finds; and steps by CUDA graphs, on an emulator.
 """
 
-import functools
 import math
 import re
 import resource
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_ddrp.checkpoint import newest, read_state
 from megatron_ddrp.engine import nonfinite
@@ -24,10 +23,7 @@ from tests.integration import launch
 from tests.integration.conftest import DROPOUT, NOTES, PIPELINE, TENSOR, Flags, Told, Train
 from tests.integration.inside_engines import Fault, Seen, run_with_fault, scaling, train_emulated
 from tests.integration.launch import SCRIPT, TIMEOUT, Hold, armed, lines, start_ranks, steps_of, training_rows
-from tests.integration.test_layout_changes import tensors
-from tests.integration.training_runs import of_each_run, train_runs
-
-ASKED_TO_STOP = 75
+from tests.integration.training_runs import assert_same_bits, of_each_run, tensors, train_runs
 
 
 @pytest.mark.slow
@@ -36,12 +32,13 @@ def test_a_signal_to_one_rank_stops_all_of_them_and_loses_nothing(flags: Flags, 
     start_ranks(flags(save=whole, **DROPOUT), 2).check()
     command = flags(save=save, load=save, **DROPOUT)
     told = start_ranks(command, 2, before=armed("step.logged=SIGINT@3", 1))
-    assert told.exit_codes == [ASKED_TO_STOP] * 2
+    assert told.exit_codes == [75] * 2
     assert [lines(text) for text in told.stderr] == [[], []]
-    assert "stopped at step 3 by SIGINT" in told.stdout[0]
+    assert "holds no checkpoint: starting afresh" in told.stdout[0] and "stopped at step 3 by SIGINT" in told.stdout[0]
     assert newest(save) == save / "iter_0000003" and (save / "exit_code").read_text() == "75\n"
-    start_ranks(command, 2).check()
+    assert f"resumed from {save} at step 3" in start_ranks(command, 2).check().stdout[0]
     assert training_rows(save) == training_rows(whole)
+    assert_same_bits(save, whole)
 
 
 def test_the_clock_stops_a_run(told: Told, tmp_path: Path) -> None:
@@ -98,8 +95,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(flags: Flags, tmp_path: Path) ->
     assert [len(lines(stderr)) for stderr in full.stderr] == [1, 0]
     assert "step 5 not saved" in full.stderr[0]
     assert newest(tmp_path) == path and not list(tmp_path.glob("*.tmp"))
-    again = tensors(path)
-    assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
+    torch.testing.assert_close(tensors(path), before, rtol=0, atol=0)
     start_ranks(command, 2).check()
     assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3, 4, 5]
 
@@ -107,7 +103,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(flags: Flags, tmp_path: Path) ->
 def poison(steps: tuple[int, ...], how: str, tries: int = 2, rank: int = 0) -> None:
     """Spoil a layer's output or gradient, or the loss, in the first tries of some steps on a rank."""
     train_step = nonfinite.train_step
-    tried: dict[int, int] = {}
+    tried = Counter[int]()
 
     def spoil(module: Any, inputs: Any, output: Any) -> Any:
         if how == "gradient":
@@ -118,22 +114,15 @@ def poison(steps: tuple[int, ...], how: str, tries: int = 2, rank: int = 0) -> N
         return output * math.nan
 
     def poisoned_step(engine, micro_batches, setup, step, notes):  # type: ignore[no-untyped-def]
-        tried[step] = tried.get(step, 0) + 1
+        tried[step] += 1
         if step not in steps or tried[step] > tries or setup.ranks.rank != rank:
             return train_step(engine, micro_batches, setup, step, notes)
         named = {whole_name(module): module for module in engine.module.modules()}
         module = engine.module if how == "loss" else named["layers.1.feed_forward.output"]
-        hook = module.register_forward_hook(spoil)
-        try:
+        with module.register_forward_hook(spoil):
             return train_step(engine, micro_batches, setup, step, notes)
-        finally:
-            hook.remove()
 
     nonfinite.train_step = poisoned_step
-
-
-def poisoned(*args: Any, **settings: Any) -> Callable[[], None]:
-    return functools.partial(poison, *args, **settings)
 
 
 @pytest.fixture
@@ -147,10 +136,6 @@ def poisoned_train(told: Told, monkeypatch: pytest.MonkeyPatch) -> Told:
             return told(**changes)
 
     return run
-
-
-def skips(stdout: str) -> list[str]:
-    return [line for line in stdout.splitlines() if " skipped, " in line]
 
 
 CAUSES = {
@@ -190,14 +175,15 @@ def test_a_step_that_is_not_finite_changes_nothing(
     if ranks == 1:
         said = poisoned_train((3,), how, **run)
     else:
-        said = start_ranks(flags(**run), ranks, before=poisoned((3,), how, rank=place)).check().stdout[0]
-    (line,) = skips(said)
+        said = start_ranks(flags(**run), ranks, before=partial(poison, (3,), how, rank=place)).check().stdout[0]
+    (line,) = (line for line in said.splitlines() if " skipped, " in line)
     assert line.startswith(f"step 3 skipped, parameters and optimizer unchanged: {CAUSES[how]}")
     assert f" on rank {place} is the first" in line
-    before, after, later = (tensors(tmp_path / f"iter_000000{step}") for step in (2, 3, 4))
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    paths = [tmp_path / f"iter_000000{step}" for step in (2, 3, 4)]
+    before, after, later = map(tensors, paths)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert not all(torch.equal(later[name], tensor) for name, tensor in before.items())
-    states = [read_state(tmp_path / f"iter_000000{step}") for step in (2, 3, 4)]
+    states = list(map(read_state, paths))
     assert [state["optimizer_step"] for state in states] == [2, 2, 3]
     assert states[1]["consumed_samples"] == 3 * 8, "the data of the step are behind us"
 
@@ -211,31 +197,25 @@ def test_a_passing_fault_is_mended_by_the_second_try(train: Train, poisoned_trai
 SUPERVISOR = SCRIPT.parent / "examples" / "run_forever.sh"
 
 
-def supervise(folder: Path, commands: str, *more: str, **variables: str) -> subprocess.Popen[str]:
-    """`run_forever.sh` around a stand-in for training: `commands` of the shell, with $D the folder."""
-    words = [*("bash", str(SUPERVISOR), "bash", "-c", commands, "run"), *("--save", str(folder), "--load", str(folder))]
-    surroundings = launch.environment() | {"D": str(folder), "BACKOFF": "0", **variables}
-    return subprocess.Popen([*words, *more], env=surroundings, stderr=subprocess.PIPE, text=True)
-
-
-STARTS = "echo >> $D/starts"
+def supervise(folder: Path, commands: str, *more: str) -> subprocess.Popen[bytes]:
+    """Start `run_forever.sh` around a stand-in for training: `commands` of the shell, with $D the folder."""
+    words: list[Any] = ["bash", SUPERVISOR, "bash", "-c", commands, "run", "--save", folder, "--load", folder, *more]
+    variables = launch.environment() | {"D": str(folder), "BACKOFF": "0"}
+    return subprocess.Popen(words, env=variables, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize(
     ("commands", "code", "starts"),
     [
-        (f"{STARTS}; test $(wc -l < $D/starts) -ge 4 && echo 0 > $D/exit_code || kill -9 $$", 0, 4),
-        (f"{STARTS}; test $(wc -l < $D/starts) -lt 3 || echo 0 > $D/exit_code", 0, 3),
-        (f"{STARTS}; exit 75", 75, 1),
-        (f"{STARTS}; exit 2", 2, 1),
-        (f"{STARTS}; exit 1", 1, 5),
-        (f"{STARTS}; echo 75 > $D/exit_code; exit 1", 75, 1),
-        (f"{STARTS}; wc -l < $D/starts > $D/latest; test $(wc -l < $D/starts) -ge 9 && echo 0 > $D/exit_code", 0, 9),
+        ("test $(wc -l < $D/starts) -ge 4 && echo 0 > $D/exit_code || kill -9 $$", 0, 4),
+        ("test $(wc -l < $D/starts) -lt 3 || echo 0 > $D/exit_code", 0, 3),
+        *(("exit 75", 75, 1), ("exit 2", 2, 1), ("exit 1", 1, 5), ("echo 75 > $D/exit_code; exit 1", 75, 1)),
+        ("wc -l < $D/starts > $D/latest; test $(wc -l < $D/starts) -ge 9 && echo 0 > $D/exit_code", 0, 9),
     ],
     ids=["kills", "lost-ssh", "asked", "arguments", "gives-up", "torchrun", "progress"],
 )
 def test_run_forever_knows_the_codes(commands: str, code: int, starts: int, tmp_path: Path) -> None:
-    supervisor = supervise(tmp_path, commands)
+    supervisor = supervise(tmp_path, f"echo >> $D/starts; {commands}")
     supervisor.communicate(timeout=60)
     assert supervisor.returncode == code
     assert len((tmp_path / "starts").read_text()) == starts
@@ -253,7 +233,7 @@ def test_run_forever_hands_on_what_it_is_told(tmp_path: Path) -> None:
 def test_run_forever_wants_one_folder(tmp_path: Path) -> None:
     supervisor = supervise(tmp_path, "exit 0", "--load", str(tmp_path / "other"))
     _, stderr = supervisor.communicate(timeout=20)
-    assert supervisor.returncode == 2 and "--save and --load" in stderr
+    assert supervisor.returncode == 2 and b"--save and --load" in stderr
 
 
 MODEL = {"seq_length": 16, "hidden_size": 16, "attention_backend": "sdpa", "train_iters": 4, **DROPOUT}
@@ -270,14 +250,6 @@ GRAPH_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_same_tensors(folder: Path, reference: Path, name: object) -> None:
-    """All tensors of two runs' last checkpoints are the same bits: weights, moments, notes."""
-    files = (path.glob("iter_*/*.safetensors") for path in (folder, reference))
-    ours, theirs = ({(file.name, key): x for file in of for key, x in load_file(file).items()} for of in files)
-    assert ours.keys() == theirs.keys() and len(ours) > 50, name
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
-
-
 @pytest.mark.slow
 def test_steps_with_graphs_are_those_without(flags: Flags, tmp_path: Path) -> None:
     lines = []
@@ -287,12 +259,10 @@ def test_steps_with_graphs_are_those_without(flags: Flags, tmp_path: Path) -> No
             lines.append(flags(**MODEL | layout | settings))
     answers = [answer for (answer,) in of_each_run(1, lines, train_emulated)]
     added = {}
-    for name, (without, used_without, _), (with_graphs, used, added[name]) in zip(
-        GRAPH_LAYOUTS, answers[::2], answers[1::2], strict=True
-    ):
-        assert with_graphs == without, name
-        assert used_without == [] and len(used) == 1 and min(used[0]) >= 1, (name, used)
-        assert_same_tensors(tmp_path / name / "on", tmp_path / name / "off", name)
+    for name, (off, none, _), (on, used, added[name]) in zip(GRAPH_LAYOUTS, answers[::2], answers[1::2], strict=True):
+        assert on == off, name
+        assert none == [] and len(used) == 1 and min(used[0]) >= 1, (name, used)
+        assert_same_bits(tmp_path / name / "on", tmp_path / name / "off", name)
     by_graphs = ["bf16, ZeRO 0, Muon", "bf16, ZeRO 1", "fp32, ZeRO 0", "bf16, replays"]
     assert [name for name in added if added[name]] == by_graphs
 
@@ -330,7 +300,7 @@ def test_replays_change_nothing(ranks: int, layouts: list[dict[str, Any]], flags
     runs = train_runs(ranks, command_lines)
     for number, layout in enumerate(layouts):
         assert runs[2 * number] == runs[2 * number + 1], layout
-        assert_same_tensors(tmp_path / f"{number}" / "1", tmp_path / f"{number}" / "None", layout)
+        assert_same_bits(tmp_path / f"{number}" / "1", tmp_path / f"{number}" / "None", str(layout))
 
 
 REPLAYED_2 = REPLAYED | {"replay_interval": 2}
@@ -369,7 +339,7 @@ def test_a_flipped_bit_names_its_rank_and_drops_the_step_or_ends_the_run(flags: 
                     "earlier into DIR/latest, resume, and leave out a host that is named again"
                 ), name
                 continue
-            (line,) = skips("\n".join(seen.lines))
+            (line,) = (line for line in seen.lines if " skipped, " in line)
             if name == "shared":
                 assert "the loss of rank 0" in line and "; the loss of rank 1" in line and seen.kept
                 continue

@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from megatron_ddrp.run.launch import guest
 from megatron_ddrp.run.metrics import read_rows, stored_gap, stored_level
 from tests.conftest import TinyCorpus, documents
 from tests.integration.conftest import TINY, tiny_settings
+from tests.integration.launch import json_file
 from tests.refusals import refused
 
 Settings = dict[str, Any]
@@ -193,12 +195,10 @@ def test_an_error_of_a_callback_stays_its_own(event: str, error: Exception, sett
 
 def test_the_functions_work_in_a_callback(settings: Settings, tmp_path: Path) -> None:
     """The run around them gives the same numbers, and each gives the results that it gives alone."""
-    table = "\n".join(json.dumps({"text": text, "label": number % 2}) for number, text in enumerate(documents()[:8]))
-    (tmp_path / "table.jsonl").write_text(table, encoding="utf-8")
-    (tmp_path / "pairs").mkdir()
-    pair = json.dumps({"sentence_good": "a good line", "sentence_bad": "a line good"})
-    (tmp_path / "pairs" / "order.jsonl").write_text(pair + "\n", encoding="utf-8")
-    files = {"train": tmp_path / "table.jsonl", "valid": tmp_path / "table.jsonl", "seeds": 1, "epochs": 1}
+    rows = [{"text": text, "label": number % 2} for number, text in enumerate(documents()[:8])]
+    table = json_file(tmp_path / "table.jsonl", rows)
+    json_file(tmp_path / "pairs" / "order.jsonl", {"sentence_good": "a good line", "sentence_bad": "a line good"})
+    files = {"train": table, "valid": table, "seeds": 1, "epochs": 1}
     found: list[Any] = []
 
     def score(path: Path) -> None:
@@ -257,15 +257,11 @@ NO_LIST = "callbacks=.*: expected a list of objects of classes derived from Call
 NO_NAME = "columns.. gave .*; expected a name of its own"
 
 
-def with_columns(given: Any) -> Callback:
-    return callback(columns=lambda: given)
-
-
 @pytest.mark.parametrize(
     ("change", "line"),
     [
         *(({"callbacks": given}, NO_LIST) for given in (Norm(), [Norm], None, 5, "Norm", [None], {"norm": Norm()})),
-        *(({"callbacks": [with_columns(given)]}, f"Own.{NO_NAME}") for given in ([1.0], "loss", 5)),
+        *(({"callbacks": [callback(columns=lambda x=x: x)]}, f"Own.{NO_NAME}") for x in ([1.0], "loss", 5)),
         *(({"callbacks": [Norm(name)]}, f"Norm.{NO_NAME}") for name in ("loss", 3)),
         ({"num_layrs": 2}, "did you mean --num-layers"),
         ({"num_layers": "two"}, "invalid int value"),
@@ -284,12 +280,6 @@ def test_only_the_main_thread_may_run(settings: Settings) -> None:
         refused("main thread", pool.submit(pretrain, **settings).result)
 
 
-def counted(texts: list[str], taken: list[str]) -> Iterator[str]:
-    for text in texts:
-        taken.append(text)
-        yield text
-
-
 def assert_same_dataset(prefix: str | Path, corpus: TinyCorpus) -> None:
     for ending in (".bin", ".idx"):
         assert Path(f"{prefix}{ending}").read_bytes() == Path(f"{corpus.prefix}{ending}").read_bytes()
@@ -298,8 +288,7 @@ def assert_same_dataset(prefix: str | Path, corpus: TinyCorpus) -> None:
 def test_a_refused_call_takes_no_text_and_texts_become_the_dataset_that_the_command_writes(
     whole: Any, tiny_corpus: TinyCorpus, settings: Settings, tmp_path: Path
 ) -> None:
-    taken: list[str] = []
-    texts = counted(documents(), taken)
+    texts = iter(documents())
     (tmp_path / "there.txt").write_text("mine")
     run = {name: value for name, value in settings.items() if name != "data_path"} | {"save": tmp_path / "new"}
     there, loaded = tmp_path / "there.txt", {"load": whole.path}
@@ -310,13 +299,12 @@ def test_a_refused_call_takes_no_text_and_texts_become_the_dataset_that_the_comm
     for wrong in (*wrongs, loaded | {"dry_run": True, "num_attention_heads": 5}):
         refused("", pretrain, texts=texts, **run | wrong)
     own = {"vocab_file": tiny_corpus.vocab_file, "output_prefix": tmp_path / "own"}
-    taken_prefix = {"output_prefix": str(tiny_corpus.prefix).removesuffix("_text_document")}
-    wrongs = [{"vocab_file": "nowhere.txt"}, {"workers": 0}, {"json_keys": {"a"}}, {"partition": "1/2"}, taken_prefix]
-    for more in wrongs:
+    wrongs = [{"vocab_file": "nowhere.txt"}, {"workers": 0}, {"json_keys": {"a"}}, {"partition": "1/2"}]
+    for more in (*wrongs, {"output_prefix": str(tiny_corpus.prefix).removesuffix("_text_document")}):
         refused("", preprocess, texts=texts, **own | more)
     for more in ({"vocab_size": 3}, {"vocab_size": 10**9}, {"output": there}, {"type": "letters"}):
         refused("", train_tokenizer, texts=texts, **{"vocab_size": 300, "output": tmp_path / "vocab.txt"} | more)
-    assert taken == []
+    assert length_hint(texts) == len(documents())
     rows = ({"text": text, "id": number} for number, text in enumerate(documents()))
     for name, given in (("own", texts), ("rows", rows)):
         (prefix,) = preprocess(texts=given, **own | {"output_prefix": tmp_path / name})
@@ -349,14 +337,10 @@ def test_an_interrupt_reaches_a_source_that_sleeps_and_two_end_a_run(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        *(BrokenPipeError("mine"), OSError(errno.ENOSPC, "mine"), RuntimeError("cannot allocate mine")),
-        *(UserError("mine"), ZeroDivisionError("mine")),
-    ],
-    ids=lambda error: type(error).__name__,
-)
+MINE = BrokenPipeError("mine"), UserError("mine"), ZeroDivisionError("mine"), RuntimeError("cannot allocate mine")
+
+
+@pytest.mark.parametrize("error", [*MINE, OSError(errno.ENOSPC, "mine")], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("reader", ["stop", "skip", "pretrain", "wordpiece", "sentencepiece"])
 def test_an_error_of_the_texts_stays_their_own_and_nothing_is_left(
     reader: str, error: Exception, tiny_corpus: TinyCorpus, tmp_path: Path
@@ -397,10 +381,8 @@ def test_texts_are_taken_in_the_thread_of_the_caller(tmp_path: Path) -> None:
         ("corpus.txt", "texts=.corpus.txt.: expected a list of texts or rows; a file is given by input"),
         (5, "texts=5: expected a list of texts or rows; a file is given by input"),
         (Path("corpus.txt"), "expected a list of texts or rows; a file is given by input"),
-        (list, "expected a list of texts"),
-        (np.array("A text."), "expected a list of texts"),
-        ([], "no text to tokenize"),
-        (iter([]), "no text to tokenize"),
+        *((given, "expected a list of texts") for given in (list, np.array("A text."))),
+        *((given, "no text to tokenize") for given in ([], iter([]))),
         ({"text": ["A text."]}, "texts is a table .dict., expected a list of texts; give one of its columns"),
         (["A text.", 3], "text 2 is 3: expected a string, or a row with a string for 'text'"),
         ([{"body": "A text."}], "text 1 is {'body': 'A text.'}"),
@@ -424,8 +406,7 @@ def test_texts_are_read_when_the_settings_are_known(tiny_corpus: TinyCorpus, tmp
     """Nothing is written for a wrong keyword or a dry run, and a file of settings may have the folder and the
     vocabulary."""
     lines = {"save": str(tmp_path / "run") + "/", "vocab-file": str(tiny_corpus.vocab_file)}
-    (tmp_path / "run.yaml").write_text(json.dumps(lines), encoding="utf-8")
-    own = TINY | {"config": tmp_path / "run.yaml"}
+    own = TINY | {"config": json_file(tmp_path / "run.yaml", lines)}
     refused("num.layer", pretrain, texts=documents(), num_layer=2, **own)
     pretrain(texts=documents(), dry_run=True, **own)
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]

@@ -9,7 +9,6 @@ some parameters: none is wrong in any layout, and a change of a tenth of one mic
 rank that has it or in another.
 """
 
-import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +30,7 @@ from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.tensor_parallel import apply_sequence_parallel, apply_tensor_parallel
 from tests.integration.conftest import TENSOR, Flags
 from tests.integration.inside_engines import Proved, proofs
+from tests.integration.launch import json_file
 from tests.integration.training_runs import TIMEOUT, of_each_run, run_ranks, train_run
 from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config
 
@@ -199,12 +199,12 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 @pytest.mark.slow
 def test_the_engine_steps_by_the_gradients_of_one_process(flags: Flags, tmp_path: Path) -> None:
     """Adam's first moment after a step is a tenth of the gradient; it is saved by the whole model's names."""
-    (tmp_path / "zero3.json").write_text(json.dumps(ZERO_3_OF_ALL), encoding="utf-8")
+    zero_3 = json_file(tmp_path / "zero3.json", ZERO_3_OF_ALL)
 
     def command_line(name: str, folder: str, **layout: Any) -> list[str]:
         model = {**MODELS[name], "train_iters": 1, "micro_batch_size": 2}
         encoding = model.pop("position_encoding")
-        files = {"deepspeed_config": tmp_path / "zero3.json", "load": tmp_path / layout.get("load", "")}
+        files = {"deepspeed_config": zero_3, "load": tmp_path / layout.get("load", "")}
         layout |= {name: files[name] for name in layout.keys() & files.keys()}
         return [encoding, *flags(**model, **layout, save=tmp_path / folder)]
 
@@ -227,9 +227,8 @@ def _train(line: list[str]) -> None:
 
 def _assert_equal(folder: Path, reference: Path, case: str) -> None:
     """The same first moments of embeddings and position parameters; of what is not trained, the same bits."""
-    (moments, expected), (weights, stored) = (
-        [StoredTensors(newest(path), kind) for path in (folder, reference)] for kind in (OPTIMIZER, MODEL)
-    )
+    pairs = ([StoredTensors(newest(path), kind) for path in (folder, reference)] for kind in (OPTIMIZER, MODEL))
+    (moments, expected), (weights, stored) = pairs
     assert (moments.names, weights.names) == (expected.names, stored.names), case
     trained = {name for name in moments.names if re.match(r"exp_avg/.*(position|embeddings)\.", name)}
     assert trained, case
@@ -246,12 +245,6 @@ RUN = SMALL | {"bf16": True, "micro_batch_size": 1, "global_batch_size": 16}
 OVERLAPPED = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 3000}}
 """Settings that reduce as GPUs do: several buckets, two in turn, from hooks of the last backward pass."""
 IN_BF16 = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
-
-
-def file_of(settings: dict[str, Any] | None, path: Path) -> Path | None:
-    """The file of these settings of DeepSpeed's, if any."""
-    path.write_text(json.dumps(settings))
-    return path if settings else None
 
 
 PROVED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
@@ -275,7 +268,7 @@ PROVED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
 def test_a_changed_gradient_ends_the_run_in_every_layout(flags: Flags, tmp_path: Path) -> None:
     runs = []
     for number, (layout, settings, changed) in enumerate(PROVED.values()):
-        file = file_of(settings, tmp_path / f"{number}.json")
+        file = json_file(tmp_path / f"{number}.json", settings) if settings else None
         runs.append((flags(**RUN | layout, deepspeed_config=file), changed))
     for (name, (*_, changed)), found in zip(PROVED.items(), of_each_run(2, runs, proofs), strict=True):
         ranks = [Proved(*proved) for proved in found]

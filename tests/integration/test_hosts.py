@@ -34,9 +34,9 @@ BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 """Flags of Linux's `unshare` and `mount`."""
 
 
-def only(rank: int, **variables: str) -> None:
-    """Let this rank alone run, with other variables than the launcher's; it soon says for whom it waits."""
-    if os.environ["RANK"] != str(rank):
+def without(rank: int, **variables: str) -> None:
+    """Let all ranks but this one run, with other variables than the launcher's; they soon say for whom they wait."""
+    if os.environ["RANK"] == str(rank):
         os._exit(0)
     os.environ.update(variables)
     rendezvous.SIGN_OF_LIFE = 1.0
@@ -55,38 +55,26 @@ def die_while_connecting() -> None:
         distributed.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
 
-def without(rank: int) -> None:
-    """Let all ranks but this one run."""
-    if os.environ["RANK"] == str(rank):
-        os._exit(0)
-    rendezvous.SIGN_OF_LIFE = 1.0
-
-
 VAIN: dict[str, tuple[int, Callable[[], None]]] = {
-    "without rank 0": (2, functools.partial(only, 1, LOCAL_RANK="0")),
+    "without rank 0": (2, functools.partial(without, 0, LOCAL_RANK="0")),
     "without rank 2": (3, functools.partial(without, 2)),
     "killed": (2, die_while_connecting),
-    "rank 0 at no address": (2, functools.partial(only, 0, MASTER_ADDR="nowhere.invalid")),
-    "rank 1 at no address": (2, functools.partial(only, 1, MASTER_ADDR="nowhere.invalid")),
-    "at another host's address": (2, functools.partial(only, 0, MASTER_ADDR="192.0.2.1")),
+    "rank 0 at no address": (2, functools.partial(without, 1, MASTER_ADDR="nowhere.invalid")),
+    "rank 1 at no address": (2, functools.partial(without, 0, MASTER_ADDR="nowhere.invalid")),
+    "at another host's address": (2, functools.partial(without, 1, MASTER_ADDR="192.0.2.1")),
 }
 """Ranks that do not meet: their number, and what each does first."""
-
-
-def meet_in_vain(flags: Flags, ranks: int, before: Callable[[], None], **meanwhile: Any) -> Result:
-    words = flags(distributed_timeout_minutes=SECONDS / 60)
-    return start_ranks(words, ranks, before=before, timeout=5 * SECONDS + 60, **meanwhile)
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_by_those_that_wait(flags: Flags) -> None:
     """All groups wait at the same time: each is started while the one before it runs."""
-    found = {}
+    found, words = {}, flags(distributed_timeout_minutes=SECONDS / 60)
 
     def meet_all(names: list[str]) -> None:
         if names:
             name, *others = names
-            found[name] = meet_in_vain(flags, *VAIN[name], during=lambda _: meet_all(others))
+            found[name] = start_ranks(words, *VAIN[name], lambda _: meet_all(others), timeout=5 * SECONDS + 60)
 
     meet_all(list(VAIN))
     waiting = found["without rank 2"]  # rank 0, which hosts their meeting place, leaves it last
@@ -114,19 +102,20 @@ def test_a_rank_that_does_not_come_is_named_by_those_that_wait(flags: Flags) -> 
     assert re.search(r"192.0.2.1:\d+: .*; --master_addr \(MASTER_ADDR\) must be an address of this host", line)
 
 
-def enter(hosts: tuple[Host, ...], **variables: str) -> None:
-    """Move this rank to the host with its number, whose name is that of its network."""
+def enter(hosts: tuple[Host, ...], port: int) -> None:
+    """Move this rank to the host with its number, whose name is that of its network; ranks meet on the first."""
     host, libc = hosts[int(os.environ["RANK"])], ctypes.CDLL(None)
     with open(f"/var/run/netns/{host.name}", "rb") as network:
         assert libc.setns(network.fileno(), NEW_NETWORK) == 0
     assert libc.unshare(NEW_NAMES) == 0
     socket.sethostname(host.name)
-    os.environ.update(variables, LOCAL_RANK="0")
+    address = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port)}
+    os.environ.update(address, GLOO_SOCKET_IFNAME=INTERFACE, LOCAL_RANK="0")
 
 
-def with_own_disk(owner: Host, disk: str, hosts: tuple[Host, ...], **variables: str) -> None:
+def with_own_disk(owner: Host, disk: str, hosts: tuple[Host, ...], port: int) -> None:
     """Move this rank to its host. On one of them the folder of runs is another than on the others."""
-    enter(hosts, **variables)
+    enter(hosts, port)
     run_folder.PATIENCE = datetime.timedelta(seconds=1)
     if socket.gethostname() == owner.name:
         libc = ctypes.CDLL(None)
@@ -142,8 +131,7 @@ def test_a_save_folder_that_hosts_do_not_share(hosts: tuple[Host, Host], flags: 
     own.mkdir()
 
     def start(*order: Host, **settings: object) -> Result:
-        where = {"MASTER_ADDR": order[0].address, "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": INTERFACE}
-        before = functools.partial(with_own_disk, hosts[1], str(disk), order, **where)
+        before = functools.partial(with_own_disk, hosts[1], str(disk), order, free_port())
         return start_ranks(flags(train_iters=2, save=disk / "run", **settings), 2, before=before)
 
     first = start(*hosts).check()
@@ -165,8 +153,7 @@ LONG_RUN = {"train_iters": 20, "save_interval": 4, "keep_last": 2, "distributed_
 def test_a_host_vanishes_and_the_run_resumes(hosts: tuple[Host, Host], flags: Flags, tmp_path: Path) -> None:
     """tests/cluster has the launchers."""
     save, hold = tmp_path / "run", Hold(tmp_path / "pipe")
-    where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": INTERFACE}
-    arguments, go_there = flags(save=save, load=save, **LONG_RUN), functools.partial(enter, hosts, **where)
+    arguments, go_there = flags(save=save, load=save, **LONG_RUN), functools.partial(enter, hosts, free_port())
 
     def vanish(ranks: list[Any]) -> None:
         hold.next_process(ranks[1].sentinel)
@@ -185,18 +172,14 @@ def test_a_host_vanishes_and_the_run_resumes(hosts: tuple[Host, Host], flags: Fl
     assert rows == training_rows(tmp_path / "whole")
 
 
-def listening(pid: int) -> list[str]:
-    """Addresses at which a process listens."""
-    connections = psutil.Process(pid).net_connections("tcp")
-    return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
-
-
 def addresses(flags: Flags, folder: Path, ranks: int, **settings: object) -> list[list[str]]:
     """Where each rank of a run listens in its second step."""
     hold, found = Hold(folder / "pipe"), []
 
     def look(processes: list[Any]) -> None:
-        found.extend([listening(hold.next_process(process.sentinel)) for process in processes])
+        for process in processes:
+            connections = psutil.Process(hold.next_process(process.sentinel)).net_connections("tcp")
+            found.append([each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN])
         hold.release()
 
     start_ranks(flags(train_iters=2, **settings), ranks, armed(f"step.logged={hold.action}@2"), look).check()

@@ -27,8 +27,8 @@ from megatron_ddrp.commands.pretrain import read_arguments
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.train import train
 from tests.conftest import Ended, TinyCorpus, documents
-from tests.integration.conftest import Flags, command_line, tiny_settings
-from tests.integration.launch import ROOT, SCRIPT, TIMEOUT, free_port, run_command, start_ranks
+from tests.integration.conftest import Flags, tiny_settings
+from tests.integration.launch import ROOT, SCRIPT, TIMEOUT, free_port, json_file, run_command, start_ranks
 from tests.integration.test_run_folder import COMPLETE, assert_complete
 
 BIN = Path(sys.executable).parent
@@ -115,11 +115,11 @@ def test_the_package_holds_what_it_should_and_indexes_take_it(package: Package) 
 
 
 @pytest.mark.slow
-def test_the_main_job_runs_from_the_wheel(package: Package, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_the_main_job_runs_from_the_wheel(package: Package, flags: Flags, tmp_path: Path) -> None:
     assert run_installed(package, "megatron-ddrp", "--version") == f"megatron-ddrp {__version__}\n"
     place = "import megatron_ddrp; print(megatron_ddrp.__file__)"
     assert str(package.site) in run_installed(package, "python", "-c", place)
-    words = command_line(tiny_settings(tiny_corpus) | {"train_iters": 2, "save": tmp_path / "run"})
+    words = flags(train_iters=2, save=tmp_path / "run")
     assert f"saved {tmp_path}/run/iter_0000002" in run_installed(package, "megatron-ddrp", "pretrain", *words)
     run_installed(package, "megatron-ddrp", "convert", "--load", tmp_path / "run", "--output", tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").is_file()
@@ -158,8 +158,17 @@ def test_a_wrong_command_line_ends_in_one_line(words: list[str], message: str, r
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
-PLAIN = str.maketrans('",', "  ")
-"""Map of characters that CSV would need quoted."""
+def example_of(page: str, begin: str) -> str:
+    """Return the code block of a page that begins with these words."""
+    return (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split(begin)[1].split("```")[0]
+
+
+def write_tables(folder: Path, labels: str) -> None:
+    """Write train.csv and valid.csv of a task with two labels."""
+    for name, part in (("train", documents()[:40]), ("valid", documents()[40:60])):
+        rows = "".join(f"{re.sub('[^a-z ]', '', text.lower())[:60]},{labels[len(text) % 2]}\n" for text in part)
+        (folder / f"{name}.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
+
 
 ON_RANKS = """
 import json, os, sys
@@ -176,14 +185,10 @@ print(f"{first.iteration} {second.iteration} {len(second.rows)} {len(os.listdir(
 
 @pytest.mark.slow
 def test_the_first_program_of_the_page_runs(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    program = page.split("```python\n")[1].split("```")[0]
+    program = example_of("python", "```python\n")
     assert len(program.splitlines()) <= 40
-    for name, begin, end in (("train", 0, 40), ("valid", 40, 60)):
-        rows = "".join(f"{text.translate(PLAIN)[:60]},{len(text) % 2}\n" for text in documents()[begin:end])
-        (tmp_path / f"{name}.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
-    (tmp_path / "texts.json").write_text(json.dumps(documents()), encoding="utf-8")
-    own = 'import json\ntexts = json.load(open("texts.json"))\n'
+    write_tables(tmp_path, "01")
+    own = f"texts = {documents()!r}\n"
     shown = '\nprint(len(losses), vectors.shape, scores.page.count("|") > 10, len(scores.rows), [*scores.summary][:1])'
     shown += '\nprint(run.rows[0]["embedding_norm"] > 0, (folder / "config.json").exists())\n'
     program = program.replace("train_iters=300", "train_iters=6")
@@ -250,29 +255,20 @@ SMALL = {
 """Pattern of a flag of the page → what the test gives; each occurs."""
 
 
-def worked_example() -> list[list[str]]:
-    """Return the words of the page's commands, made small."""
-    page = (ROOT / "docs" / "domain.md").read_text(encoding="utf-8")
-    script = page.split("<!-- worked example -->\n```bash\n")[1].split("```")[0]
-    for pattern, small in SMALL.items():
-        script, count = re.subn(pattern, small, script)
-        assert count, pattern
-    shape = re.findall(r'SHAPE="([^"]*)"', script)[0]
-    lines = [line for line in script.splitlines() if line.startswith("megatron-ddrp ")]
-    return [shlex.split(line.replace("$SHAPE", shape))[1:] for line in lines]
-
-
 @pytest.mark.slow
 def test_the_worked_example_leads_from_text_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = documents()
     for name, part in (("general", texts), ("field", texts[: len(texts) // 2])):
-        rows = "".join(json.dumps({"text": text}) + "\n" for text in part)
-        (tmp_path / f"{name}.jsonl").write_text(rows, encoding="utf-8")
-    for name, part in (("train", texts[:40]), ("valid", texts[40:60])):
-        rows = "".join(f"{re.sub('[^a-z ]', '', text.lower())[:60]},{'ab'[len(text) % 2]}\n" for text in part)
-        (tmp_path / f"{name}.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
+        json_file(tmp_path / f"{name}.jsonl", [{"text": text} for text in part])
+    write_tables(tmp_path, "ab")
     monkeypatch.chdir(tmp_path)
-    commands = worked_example()
+    script = example_of("domain", "<!-- worked example -->\n```bash\n")
+    for pattern, small in SMALL.items():
+        script, count = re.subn(pattern, small, script)
+        assert count, pattern
+    shape = re.findall(r'SHAPE="([^"]*)"', script)[0]
+    lines = [line.replace("$SHAPE", shape) for line in script.splitlines() if line.startswith("megatron-ddrp ")]
+    commands = [shlex.split(line)[1:] for line in lines]
     for name, *words in commands:
         with as_command(name, words):
             if name == "pretrain":  # its `main` ends the process group for good

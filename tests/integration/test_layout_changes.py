@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp.checkpoint import StoredTensors, newest, read_state, write_state
+from megatron_ddrp.checkpoint import newest, read_state, write_state
 from megatron_ddrp.checkpoint.weights import read_notes
 from megatron_ddrp.errors import FAILURE
 from megatron_ddrp.run.run_folder import sole_writer
 from tests.integration.conftest import NOTES, PIPELINE, TENSOR, Flags, Told, Train
 from tests.integration.launch import start_ranks, steps_of, training_rows
 from tests.integration.test_bad_input import contents
-from tests.integration.training_runs import Rows, largest_differences, train_runs
+from tests.integration.training_runs import assert_near, assert_same_bits, largest_differences, tensors, train_runs
 from tests.refusals import refused
 
 SAVED, STEPS = 2, 5
@@ -40,11 +40,11 @@ PRECISE: dict[str, tuple[int, dict[str, Any]]] = {
 """Layouts that keep fp32 weights beside those they compute with."""
 
 
-def in_layouts(scenarios: list[tuple[str, list[str]]]) -> list[Rows]:
+def in_layouts(scenarios: list[tuple[str, list[str]]]) -> list[Any]:
     """The runs of (layout, command line), in their order. Those with as many ranks share a process group, where
     ZeRO 3, which changes torch for good, comes last."""
     layouts = LAYOUTS | PRECISE
-    runs: dict[int, Rows] = {}
+    runs = dict[int, Any]()
     for size in sorted({layouts[name][0] for name, _ in scenarios}):
         own = [number for number, (name, _) in enumerate(scenarios) if layouts[name][0] == size]
         own.sort(key=lambda number: layouts[scenarios[number][0]][1]["zero_stage"] == 3)
@@ -98,21 +98,10 @@ def test_every_layout_saves_the_bits_that_it_loaded(saved: Path, flags: Flags, t
                 for name, (_, settings) in targets.items()
             ]
         )
-        before, count = tensors(newest(load)), read_state(newest(load))["optimizer_step"]  # type: ignore[arg-type]
-        assert count == SAVED and any(tensor.abs().max() > 0 for tensor in before.values())
+        assert any(tensor.abs().max() > 0 for tensor in tensors(newest(load)).values())
         for name, folder in folders.items():
-            path = newest(folder)
-            after = tensors(path)
-            assert after.keys() == before.keys()
-            unequal = [key for key, tensor in before.items() if not torch.equal(after[key], tensor)]
-            assert not unequal, f"{source} → {name}: {unequal[:3]}"
-            assert read_state(path)["optimizer_step"] == count
-
-
-def tensors(path: Path | None, *kinds: str) -> dict[str, torch.Tensor]:
-    """All that a checkpoint holds, or what it has of some kinds."""
-    found = [StoredTensors(path, kind) for kind in kinds or ("weights", "optimizer")]
-    return {name: stored[name].clone() for stored in found for name in stored.names}
+            assert_same_bits(folder, load, f"{source} → {name}")
+            assert [read_state(newest(run))["optimizer_step"] for run in (load, folder)] == [SAVED] * 2
 
 
 def test_a_checkpoint_is_numbers_and_json_and_tells_its_layout(told: Told, tmp_path: Path) -> None:
@@ -208,18 +197,10 @@ def test_notes_and_electra_in_every_layout_follow_one_process(flags: Flags, tmp_
         lines = [flags(**COURSE | own, objective=each, save=tmp_path / name) for name, (each, own) in cases.items()]
         for (name, (each, _)), rows in zip(cases.items(), train_runs(size, lines), strict=True):
             assert len(rows) == 10 and ("rtd_loss" in rows[0]) == (each == "electra"), name
-            assert_near(rows, expected[each])
-            (pieces, notes), (expected_pieces, expected_notes) = (
-                dictionary(tmp_path / name),
-                dictionary(tmp_path / each),
-            )
-            assert len(pieces) > 50 and torch.equal(pieces, expected_pieces), name
-            torch.testing.assert_close(notes, expected_notes, rtol=1e-5, atol=1e-5)
-
-
-def assert_near(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
-    for row, expected in zip(rows, reference, strict=True):
-        assert row == {key: pytest.approx(value, rel=1e-5, abs=1e-5) for key, value in expected.items()}
+            assert_near(rows, expected[each], 1e-5, name)
+            (pieces, notes), (as_many, others) = (dictionary(tmp_path / run) for run in (name, each))
+            assert len(pieces) > 50 and torch.equal(pieces, as_many), name
+            torch.testing.assert_close(notes, others, rtol=1e-5, atol=1e-5)
 
 
 def test_notes_act_lambda_0_is_plain_training_and_a_resumed_run_has_them_back(train: Train, tmp_path: Path) -> None:

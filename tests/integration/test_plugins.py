@@ -2,7 +2,6 @@
 and nothing else had to be touched for it.
 """
 
-import json
 import math
 import re
 from pathlib import Path
@@ -21,8 +20,8 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.run.metrics import read_rows
 from tests.conftest import TinyCorpus
 from tests.integration.conftest import Flags, Told, Train, tiny_settings
-from tests.integration.launch import ROOT, start_ranks
-from tests.integration.test_functions import hashes
+from tests.integration.launch import ROOT, json_file, start_ranks
+from tests.integration.test_functions import Settings, hashes
 from tests.refusals import refused, wrong_arguments
 
 FILES = [Path(__file__).with_name(name) for name in ("plugin_encoding.py", "plugin_objective.py")]
@@ -60,9 +59,6 @@ def test_it_trains_alike_in_every_layout_is_recorded_and_exported(
     convert(load=one, output=exported, **chosen)  # tests/unit/conversion/test_model_code.py loads such a folder alone
 
 
-Settings = dict[str, Any]
-
-
 @pytest.fixture(scope="session")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files of the page."""
@@ -77,10 +73,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(tiny_corpus: TinyCorpus, page: Path) -> Settings:
     files = ["lion.py", "spans.py", "square.py", "norms.py"]
     chosen = {"optimizer": "lion", "masking": "spans", "lr_decay_style": "square", "weight_decay": 0.1, "lr": 1e-3}
-    plugins = {"plugin": [str(page / file) for file in files]}
-    return (
-        tiny_settings(tiny_corpus) | chosen | plugins | {"train_iters": 4, "lr_warmup_fraction": 0.25, "zero_stage": 1}
-    )
+    chosen |= {"plugin": [str(page / file) for file in files], "train_iters": 4, "lr_warmup_fraction": 0.25}
+    return tiny_settings(tiny_corpus) | chosen | {"zero_stage": 1}
 
 
 def test_a_run_with_all_of_them_resumes_bit_for_bit_and_they_are_forgotten(settings: Settings, tmp_path: Path) -> None:
@@ -135,10 +129,9 @@ def test_the_optimizer_is_its_algorithm(page: Path) -> None:
 
 def test_spans_are_words_in_a_row_that_are_replaced_alike(settings: Settings) -> None:
     with plugins_forgotten_after():
-        words = given_words(settings | {"mask_prob": 0.4, "global_batch_size": 32, "micro_batch_size": 32})
+        words = given_words(settings | {"mask_prob": 0.4, "global_batch_size": 256, "micro_batch_size": 256})
         corpus = Corpus.open(parse_arguments(words).config)
-        loader = corpus.loader("train", 0, 1)
-        batches = [batch for step in range(8) for batch in loader.step(32 * step)]
+        batches = corpus.loader("train", 0, 1).step(0)
     lengths, mixed = [], 0
     for batch in batches:
         for ids, labels in zip(batch.input_ids, batch.labels, strict=True):
@@ -154,10 +147,9 @@ def test_spans_are_words_in_a_row_that_are_replaced_alike(settings: Settings) ->
 def test_a_metric_and_a_kind_of_task_in_fine_tuning(train: Train, page: Path, tmp_path: Path) -> None:
     from sklearn.metrics import cohen_kappa_score
 
-    table = [json.dumps({"text": f"word {'good ' * (row % 3)}", "label": row % 3}) for row in range(24)]
-    files = {"train": tmp_path / "t.jsonl", "valid": tmp_path / "v.jsonl"}
-    files["train"].write_text("\n".join(table), encoding="utf-8")
-    files["valid"].write_text("\n".join(table[:12]), encoding="utf-8")
+    table = [{"text": f"word {'good ' * (row % 3)}", "label": row % 3} for row in range(24)]
+    parts = {"train": table, "valid": table[:12]}
+    files = {name: json_file(tmp_path / f"{name}.jsonl", rows) for name, rows in parts.items()}
     encoder = train(train_iters=1, save=tmp_path / "run").path
     shared = files | {"load": encoder, "seeds": 1, "lr": 1e-3, "epochs": 1, "batch_size": 8}
     scores = finetune(**shared, plugin=str(page / "kappa.py"), metric="kappa", output_dir=tmp_path / "kappa")

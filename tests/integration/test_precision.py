@@ -19,10 +19,9 @@ from megatron_ddrp.engine.layout import Setup, mark_invalid
 from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import on_meta_device
 from tests.integration.conftest import Flags, Train
-from tests.integration.inside_engines import Waits, held_in_second_step, scaling, waits_of_step
-from tests.integration.launch import steps_of, training_rows
-from tests.integration.test_layout_changes import tensors
-from tests.integration.training_runs import of_each_run, train_runs
+from tests.integration.inside_engines import Waits, allow_fp16_on_the_cpu, held_in_second_step, scaling, waits_of_step
+from tests.integration.launch import json_file, steps_of, training_rows
+from tests.integration.training_runs import of_each_run, tensors, train_runs
 from tests.refusals import refused
 
 STEPS = 20
@@ -42,10 +41,7 @@ def full_precision(train: Train) -> list[float]:
 
 @pytest.fixture
 def fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed refuses it for its speed; its arithmetic is what is wanted here."""
-    from deepspeed.accelerator import get_accelerator
-
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+    allow_fp16_on_the_cpu(monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("zero_stage", range(4))
@@ -113,20 +109,6 @@ def test_an_overflow_at_the_smallest_loss_scale_counts_as_not_finite(fp16: None,
     refused("2 steps in a row .*resume from the last checkpoint", train, **run, train_iters=6, save=tmp_path / "run")
 
 
-DROPOUT_RUN = {"train_iters": 4, "hidden_dropout": 0.1}
-LOSSES = ("loss", "grad_norm")
-
-
-def offload(folder: Path, *what: str) -> Path:
-    path = folder / "offload.json"
-    path.write_text(json.dumps({"zero_optimization": {name: {"device": "cpu"} for name in what}}), encoding="utf-8")
-    return path
-
-
-def losses_and_norms(rows: list[dict[str, Any]]) -> list[float]:
-    return [row[name] for row in rows for name in LOSSES]
-
-
 @pytest.mark.parametrize(
     ("stage", "what", "settings"),
     [
@@ -139,11 +121,13 @@ def losses_and_norms(rows: list[dict[str, Any]]) -> list[float]:
 def test_offload_changes_no_loss_and_resumes_exactly(
     stage: int, what: list[str], settings: dict[str, Any], train: Train, tmp_path: Path
 ) -> None:
-    common = {**DROPOUT_RUN, **settings, "zero_stage": stage}
+    common = {"train_iters": 4, "hidden_dropout": 0.1, "zero_stage": stage, **settings}
     plain = steps_of(train(save=tmp_path / "plain", **common).rows)
-    common["deepspeed_config"] = offload(tmp_path, *what)
+    offload = {"zero_optimization": {name: {"device": "cpu"} for name in what}}
+    common["deepspeed_config"] = json_file(tmp_path / "offload.json", offload)
     whole = assert_resumes_exactly(train, tmp_path, 2, **common)
-    assert losses_and_norms(whole) == pytest.approx(losses_and_norms(plain), rel=1e-6)
+    ours, theirs = ([row[name] for row in rows for name in ("loss", "grad_norm")] for rows in (whole, plain))
+    assert ours == pytest.approx(theirs, rel=1e-6)
     expected, resumed, held = (tensors(tmp_path / name / "iter_0000004") for name in ("whole", "parts", "plain"))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
     assert all(torch.allclose(held[name], tensor, atol=1e-5) for name, tensor in expected.items())
@@ -156,16 +140,9 @@ BUFFERS = {"reduce_bucket_size": 200_000, "stage3_prefetch_bucket_size": 200_000
 """Elements; as many as the model has itself, so that they do not hide the rest."""
 
 MEMORY_LAYOUTS: dict[str, dict[str, Any]] = {
-    "ZeRO 0": {"zero_stage": 0},
-    "ZeRO 1": {"zero_stage": 1},
-    "ZeRO 2": {"zero_stage": 2},
-    "ZeRO 0, bf16": {"zero_stage": 0, "bf16": True},
-    "ZeRO 1, bf16": {"zero_stage": 1, "bf16": True},
-    "ZeRO 2, bf16": {"zero_stage": 2, "bf16": True},
     "tensor 2": {"zero_stage": 1, "tensor_model_parallel_size": 2, "bf16": True},
     "pipeline 2": {"zero_stage": 1, "pipeline_model_parallel_size": 2},
-    "ZeRO 3": {"zero_stage": 3},
-    "ZeRO 3, bf16": {"zero_stage": 3, "bf16": True},
+    **{f"ZeRO {n}, {kind}": {"zero_stage": n, "bf16": kind == "bf16"} for n in range(4) for kind in ("fp32", "bf16")},
 }
 """Of two ranks; ZeRO 3, which changes torch for good, comes last."""
 
@@ -181,8 +158,7 @@ def estimates(config: Config, world_size: int) -> list[Memory]:
 
 @pytest.mark.slow
 def test_estimates_are_within_a_tenth_of_what_engines_hold(flags: Flags, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": BUFFERS}))
-    given = LARGER | {"deepspeed_config": tmp_path / "ds.json"}
+    given = LARGER | {"deepspeed_config": json_file(tmp_path / "ds.json", {"zero_optimization": BUFFERS})}
     command_lines = [flags(**given | layout) for layout in MEMORY_LAYOUTS.values()]
     held_by_ranks = of_each_run(2, command_lines, held_in_second_step)
     for name, words, ranks in zip(MEMORY_LAYOUTS, command_lines, held_by_ranks, strict=True):
@@ -226,18 +202,15 @@ def test_waits_of_a_step(world_size: int, flags: Flags, tmp_path: Path) -> None:
     cases = {name: case for name, case in CASES.items() if case[0] == world_size}
     command_lines = []
     for number, (_, settings, from_file, _) in enumerate(cases.values()):
-        path = tmp_path / f"{number}.json"
-        path.write_text(json.dumps(from_file))
-        batch = {"global_batch_size": MICRO_BATCHES * world_size}
-        command_lines.append(flags(**settings | batch, deepspeed_config=path if from_file else None))
+        file = json_file(tmp_path / f"{number}.json", from_file) if from_file else None
+        command_lines.append(flags(**settings, global_batch_size=MICRO_BATCHES * world_size, deepspeed_config=file))
     waits = [of_ranks[0] for of_ranks in of_each_run(world_size, command_lines, waits_of_step)]
     assert dict(zip(cases, waits, strict=True)) == {name: case[3] for name, case in cases.items()}
 
 
 @pytest.mark.slow
 def test_clipping_on_the_device_is_deepspeeds_to_the_last_bit(flags: Flags, tmp_path: Path) -> None:
-    checked = tmp_path / "checked.json"
-    checked.write_text(json.dumps(CHECKED))
+    checked = json_file(tmp_path / "checked.json", CHECKED)
     cases = [{"zero_stage": stage, "clip_grad": clip} for stage in (1, 2) for clip in (0.0, 0.5)]
     runs = [BF16 | case | {"global_batch_size": 4, "train_iters": 6} for case in cases]
     rows = train_runs(2, [flags(**run, deepspeed_config=file) for run in runs for file in (None, checked)])

@@ -3,7 +3,6 @@ after Ctrl-C and beside a damaged `--save` folder.
 """
 
 import functools
-import json
 import os
 import re
 import shutil
@@ -14,30 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megatron_ddrp.checkpoint import all_checkpoints, load_model, newest, read_state
+from megatron_ddrp.checkpoint import all_checkpoints, newest, read_state
 from megatron_ddrp.data.dataset.merging import shuffle
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.run import loop
 from megatron_ddrp.run.metrics import read_rows
 from tests.conftest import TinyCorpus
 from tests.integration.conftest import DROPOUT, Flags, Told, Train
-from tests.integration.launch import Hold, Result, armed, lines, start_ranks, steps_of, training_rows
+from tests.integration.launch import Hold, armed, json_file, lines, start_ranks, steps_of, training_rows
 from tests.integration.test_bad_input import copied_dataset
+from tests.integration.training_runs import assert_same_bits
 
 STEPS = 6
 RUN = {"train_iters": STEPS, **DROPOUT}
 
 
 def assert_same_run(folder: Path, reference: Path) -> None:
-    """Equal rows, none missing or twice, and equal weights, to the last bit."""
+    """Check that rows are equal, none missing or twice, and so are weights and moments, to the last bit."""
     assert [row["iteration"] for row in training_rows(folder)] == list(range(1, STEPS + 1))
     assert training_rows(folder) == training_rows(reference)
     assert [newest(path) for path in (folder, reference)] == [x / f"iter_{STEPS:07d}" for x in (folder, reference)]
-    (ours, _, _), (theirs, _, _) = load_model(folder), load_model(reference)
-    for name, weight in theirs.named_parameters():
-        assert torch.equal(ours.get_parameter(name), weight), name
+    assert_same_bits(folder, reference)
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +43,6 @@ def undisturbed(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     train(**RUN, save=folder)
     return folder
-
-
-@pytest.mark.slow
-def test_ranks_that_are_stopped_and_restarted(flags: Flags, tmp_path: Path) -> None:
-    """tests/integration/test_functions.py has one process that stops."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    start_ranks(flags(**RUN, save=whole), 2).check()
-    command = flags(**RUN, save=parts, load=parts, exit_interval=STEPS // 2)
-    first = start_ranks(command, 2).check()
-    assert "holds no checkpoint: starting afresh" in first.stdout[0]
-    assert [row["iteration"] for row in training_rows(parts)] == list(range(1, STEPS // 2 + 1))
-    second = start_ranks(command, 2).check()
-    assert f"resumed from {parts} at step {STEPS // 2}" in second.stdout[0]
-    assert_same_run(parts, whole)
 
 
 def test_data_that_changed_since_the_checkpoint_are_told(told: Told, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
@@ -133,18 +116,14 @@ def test_changed_settings_are_told_at_a_resume(told: Told, tmp_path: Path) -> No
     assert "are missing" not in told(save=rarely, load=rarely, exit_interval=4, log_interval=1)  # 3 was not due then
 
 
-def interrupted(arguments: list[str], times: int) -> Result:
-    """A run without a launcher that gets SIGINT so many times in its third step."""
-    return start_ranks(arguments, None, before=armed(",".join(["step.logged=SIGINT@3"] * times)))
-
-
 def test_one_interrupt_saves_to_resume_from_and_two_end_at_once(train: Train, flags: Flags, tmp_path: Path) -> None:
     command = flags(save=tmp_path, load=tmp_path, save_interval=2)
-    ended = interrupted(command, 2)
+    interrupt = "step.logged=SIGINT@3"
+    ended = start_ranks(command, None, armed(f"{interrupt},{interrupt}"))
     assert ended.exit_codes == [130]
     assert ended.stderr[0].splitlines()[1:] == ["pretrain_bert.py: error: interrupted"]
     assert newest(tmp_path) == tmp_path / "iter_0000002"
-    ended = interrupted(command, 1)
+    ended = start_ranks(command, None, armed(interrupt))
     assert ended.exit_codes == [75], ended.stderr
     assert ended.stderr == ["SIGINT: stopping after this step; once more ends at once, without saving\n"]
     assert "stopped at step 3 by SIGINT\n" in ended.stdout[0]
@@ -212,9 +191,7 @@ def test_ranks_whose_output_nobody_reads_save(flags: Flags, tmp_path: Path) -> N
 def test_two_ranks_pass_a_damaged_latest_and_a_damaged_state_over_together(run: Path, flags: Flags) -> None:
     """tests/unit/test_checkpoint.py knows all that they may hold."""
     (run / "latest").write_bytes(b"\xff\xfe\n")
-    path = run / "iter_0000003" / "state.json"
-    state = json.loads(path.read_text(encoding="utf-8")) | {"consumed_samples": 5}
-    path.write_text(json.dumps(state), encoding="utf-8")
+    json_file(run / "iter_0000003" / "state.json", read_state(run / "iter_0000003") | {"consumed_samples": 5})
     rows = training_rows(run)
     result = start_ranks(flags(save=run, load=run, train_iters=4, keep_last=2), world_size=2).check()
     of_latest, of_state = (line for line in result.stdout[0].splitlines() if "/latest" in line or "skipped" in line)

@@ -3,7 +3,9 @@
 import gzip
 import json
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +23,6 @@ from tests.integration.launch import read_rows, start_ranks, steps_of, training_
 from tests.unit.model.tiny import named_sums
 
 COMPILER = "torch._inductor.compile_fx"
-
-
 KEYS = [
     *("iteration", "consumed_samples", "consumed_tokens", "loss", "lm_loss", "tcd_loss", "hcd_loss"),
     *("lm_accuracy", "lr", "grad_norm", "tokens_per_second", "step_time", "mfu", "peak_memory_gib"),
@@ -35,10 +35,9 @@ def assert_complete(folder: Path, corpus: TinyCorpus) -> None:
     assert [row["iteration"] for row in rows if "loss" in row] == [1, 2, 4, 5]
     for row in rows:
         assert list(row) == (KEYS if "loss" in row else ["iteration", "valid_lm_loss", "valid_lm_accuracy"])
-    assert [row["iteration"] for row in rows if "valid_lm_loss" in row] == [3, 5]
+    assert [row["iteration"] for row in rows if "valid_lm_loss" in row] == [3, 5] and rows[-1]["iteration"] == 5
     first = rows[0]
     assert first["loss"] == pytest.approx(first["lm_loss"] + first["tcd_loss"] + 0.01 * first["hcd_loss"])
-    assert rows[-1]["iteration"] == 5
     assert read_state(folder / "iter_0000005")["consumed_samples"] == 5 * 8
     config = load_config(folder)
     assert config.training.train_iters == 5
@@ -119,18 +118,15 @@ def test_similarity_is_logged_and_changes_no_step(told: Told, train: Train, tmp_
     assert f"f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}" in lines
     model, _, config = load_model(tmp_path / "with")
     heads = torch.arange(4).expand(config.model.num_layers, -1)
-    tokens, heads_alike, count, lm_loss, predicted = 0.0, 0.0, 0, 0.0, 0
+    totals: Any = Counter()
     for arrays in Corpus.open(config).loader("valid", 0, 1).step(0):
         batch = arrays.map(torch.from_numpy)
         sums = named_sums(model, batch, Draws(document_mask(batch.document_ids, 1).long(), heads))
-        tokens += sums["tcd_loss"].item()
-        heads_alike += sums["hcd_loss"].item()
-        lm_loss += sums["lm_loss"].item()
-        predicted += int((batch.labels != IGNORED_LABEL).sum())
-        count += len(batch.input_ids)
-    assert row["valid_lm_loss"] == pytest.approx(lm_loss / predicted, rel=1e-5)
-    assert row["token_similarity"] == pytest.approx(tokens / count, rel=1e-5)
-    assert row["head_similarity"] == pytest.approx(heads_alike / count, rel=1e-4, abs=1e-6)
+        totals.update({name: sums[name].item() for name in ("tcd_loss", "hcd_loss", "lm_loss")})
+        totals.update(predicted=int((batch.labels != IGNORED_LABEL).sum()), rows=len(batch.input_ids))
+    assert row["valid_lm_loss"] == pytest.approx(totals["lm_loss"] / totals["predicted"], rel=1e-5)
+    assert row["token_similarity"] == pytest.approx(totals["tcd_loss"] / totals["rows"], rel=1e-5)
+    assert row["head_similarity"] == pytest.approx(totals["hcd_loss"] / totals["rows"], rel=1e-4, abs=1e-6)
 
 
 def test_squared_cosines_are_trained_on_but_not_logged(train: Train) -> None:

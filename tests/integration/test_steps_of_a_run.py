@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.checkpoint import MODEL, newest
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.engine import step as engine_step
 from megatron_ddrp.objectives.contract import Objective
 from megatron_ddrp.run.metrics import curve_of
 from tests.integration.conftest import Train
 from tests.integration.launch import without_times
+from tests.integration.training_runs import assert_same_bits, tensors
 
 STEPS, MICRO_BATCHES = 4, 2
 
@@ -85,10 +86,6 @@ def test_a_phase_has_its_rotary_base_from_its_first_to_its_last_step(train: Trai
     assert bases == [100.0, 100.0, 50.0, 50.0]
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: weight.detach() for name, weight in load_model(folder)[0].named_parameters()}
-
-
 def test_a_run_resumed_in_each_phase_and_at_their_border_is_the_run_never_stopped(train: Train, tmp_path: Path) -> None:
     settings = {"train_iters": 8, "objective_phases": "clm:0.5", "log_interval": 3, "eval_interval": 8, "eval_iters": 1}
     settings |= {"hidden_dropout": 0.1, "attention_dropout": 0.1, "position_encoding": "deberta", "packing": True}
@@ -97,8 +94,7 @@ def test_a_run_resumed_in_each_phase_and_at_their_border_is_the_run_never_stoppe
     folder = {"save": tmp_path / "parts", "load": tmp_path / "parts"}
     parts = [row for _ in range(4) for row in train(**settings, **folder, exit_interval=2).rows]
     assert without_times(parts) == without_times(whole)
-    ours, theirs = weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_bits(tmp_path / "parts", tmp_path / "whole")
     *steps, validation = whole
     assert [(row["iteration"], "clm_loss" in row, "lm_loss" in row) for row in steps] == [
         *((1, True, False), (3, True, False), (4, True, False), (6, False, True), (8, False, True))
@@ -117,7 +113,7 @@ def test_entries_for_following_tokens_rest_in_the_phase_and_learn_after_it(
     for name, phase, lr in (("start", "clm:1", 0.0), ("causal", "clm:1", 0.05), ("both", "clm:0.5", 0.05)):
         own = {"position_encoding": "bert-r", "objective_phases": phase, "lr": lr, "weight_decay": 1.0}
         train(**own, **settings, objective="mlm", save=tmp_path / name)
-        found.append(weights_of(tmp_path / name))
+        found.append(tensors(newest(tmp_path / name), MODEL))
     start, causal, both = (weights["embeddings.position.relative"] for weights in found)
     following, before = start[:8], start[8:]  # the row of i − j is i − j + 8
     assert torch.equal(causal[:8], following) and not torch.isclose(causal[8:], before).any()

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from scipy.stats import spearmanr
 
 import megatron_ddrp
@@ -20,7 +19,7 @@ from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS
-from tests.integration.launch import ROOT, Hold, Result, armed, fork_jobs, start_ranks
+from tests.integration.launch import ROOT, Hold, Result, armed, fork_jobs, json_file, json_lines, read_rows, start_ranks
 from tests.refusals import refused
 from tests.unit.conversion.conftest import WORDS, write_checkpoint
 from tests.unit.tasks.conftest import sentences, write_bert
@@ -31,16 +30,15 @@ def folder(tmp_path_factory):
     """A made-up CoLA and STS-B of odd sizes and lengths, and a BERT with dropout that learns them."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("glue")
-    for task in ("CoLA", "STS-B"):
-        (folder / "data" / task).mkdir(parents=True)
     for name, count, seed in (("train", 61, 0), ("dev", 37, 1)):
         cola, sts = [], ["index\tsentence1\tsentence2\tscore"]
         for index, (text, is_colour) in enumerate(sentences(count, seed)):
             words = text.split()[: 1 + index % 3]
             cola.append(f"made\t{is_colour}\t\t{' '.join(words)}")
             sts.append(f"{index}\t{' '.join(words)}\tred cat\t{len(words) * is_colour}.000")
-        (folder / "data" / "CoLA" / f"{name}.tsv").write_text("\n".join(cola) + "\n")
-        (folder / "data" / "STS-B" / f"{name}.tsv").write_text("\n".join(sts) + "\n")
+        for task, lines in (("CoLA", cola), ("STS-B", sts)):
+            (folder / "data" / task).mkdir(parents=True, exist_ok=True)
+            (folder / "data" / task / f"{name}.tsv").write_text("\n".join(lines) + "\n")
     import_folder(write_bert(folder / "bert"), folder / "ours")  # whose workers need not import transformers
     return folder
 
@@ -54,7 +52,7 @@ def command(folder: Path, out: Path, *more: str) -> list[str]:
 
 def rows(out: Path) -> list[dict]:
     """Lines of runs.jsonl by name, without what depends on the clock."""
-    found = [{k: v for k, v in row.items() if k not in ("seconds", "crc32")} for row in lines_of(out / "runs.jsonl")]
+    found = [{k: v for k, v in row.items() if k not in ("seconds", "crc32")} for row in json_lines(out / "runs.jsonl")]
     return sorted(found, key=lambda row: row["predictions"])
 
 
@@ -152,6 +150,7 @@ def test_two_ranks_train_a_folder_of_hugging_face_on_fewer_rows_than_a_batch(fol
 
 
 STEPS = 48
+BERT = {"name": "BERT (MLM)", "encoding": "absolute", "objective": "mlm"}
 SMALL = {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32}
 TRAINING = {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3, "eval-iters": 1}
 
@@ -161,30 +160,21 @@ def compare(plan: Path, out: Path, *words: object, **harm: Any) -> Result:
     return start_ranks([plan, "--output-dir", out, *words], None, program="tasks.compare", **harm)
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus, tmp_path):
-    plan, out, pairs = tmp_path / "plan.yaml", tmp_path / "out", tmp_path / "pairs"
-    pairs.mkdir()
+    out, pairs = tmp_path / "out", tmp_path / "pairs"
     words = [word for word in tiny_corpus.vocab_file.read_text().split() if word.isalpha()][-40:]
     rows = [{"sentence_good": " ".join(words[i:][:4]), "sentence_bad": " ".join(words[i::-1][:4])} for i in range(18)]
     for part in range(3):  # paradigms
-        (pairs / f"order-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[part::3]))
+        json_file(pairs / f"order-{part}.jsonl", rows[part::3])
     values = {
-        "models": [
-            {"name": "BERT (MLM)", "encoding": "absolute", "objective": "mlm"},
-            {"name": "DDRP (MTH)", "encoding": "ddrp", "objective": "mth"},
-        ],
+        "models": [BERT, {"name": "DDRP (MTH)", "encoding": "ddrp", "objective": "mth"}],
         "corpus": {"input": [str(tiny_corpus.text_file)], "vocab_file": str(tiny_corpus.vocab_file), "shuffle": True},
         "minimal_pairs": {"data_dir": str(pairs)},
         "analyses": {"self-similarity": 8},
         **{"seeds": 1, "budget": {"steps": STEPS}, "checkpoints": 3, "model": SMALL, "training": TRAINING},
     }
-    plan.write_text(yaml.safe_dump(values), encoding="utf-8")
-
+    plan = json_file(tmp_path / "plan.yaml", values)
     hold = Hold(tmp_path / "pipe")
 
     def kill_in_a_run(drivers: list[Any]) -> None:
@@ -193,17 +183,16 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         hold.release()
 
     compare(plan, out, before=armed(f"step.logged={hold.action}@18"), during=kill_in_a_run)
-    began = {row["job"]: row["started"] for row in lines_of(out / "jobs.jsonl")}
+    began = {row["job"]: row["started"] for row in json_lines(out / "jobs.jsonl")}
     assert not any(name.startswith("course") for name in began), "the kill came too late to test anything"
 
     compare(plan, out, before=fork_jobs).check()
-    rows = lines_of(out / "jobs.jsonl")
+    rows = json_lines(out / "jobs.jsonl")
     assert len({row["job"] for row in rows}) == len(rows) == 2 + 2 + 2 + 2
     assert {row["job"]: row["started"] for row in rows}.items() >= began.items()  # the dataset was not made again
-    logs = "".join(path.read_text() for path in out.glob("logs/course*.log"))
-    assert "resumed from" in logs
+    assert "resumed from" in "".join(path.read_text() for path in out.glob("logs/course*.log"))
     for folder in out.glob("courses/*"):
-        trained = [row["iteration"] for row in lines_of(folder / "metrics.jsonl") if "lm_loss" in row]
+        trained = [row["iteration"] for row in read_rows(folder) if "lm_loss" in row]
         assert trained == list(range(1, STEPS + 1)), "a step is missing, or stands there twice"
         assert {path.name for path in folder.glob("iter_*")} >= {f"iter_{n:07d}" for n in (16, 32, 48)}
     page = (out / "page.html").read_text()
@@ -212,7 +201,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
     (difference,) = [x for x in gains if x["measure"] == "minimal pairs" and x["first"] == "DDRP (MTH)"]
     assert difference["over_seeds"] is None and difference["over_items"] is not None
     assert difference["n"] == 1 and difference["judgement"] == "exploratory" and -1 <= difference["mean"] <= 1
-    assert len((out / "rows.jsonl").read_text().splitlines()) == 2
+    assert len(json_lines(out / "rows.jsonl")) == 2
 
     seen = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     assert "0 of 0 jobs to do" in compare(plan, out).check().stdout[0]
@@ -221,7 +210,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
 
 @pytest.mark.slow
 def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder_and_are_reproduced(tiny_corpus, tmp_path):
-    plan, rows = tmp_path / "ladder.yaml", tmp_path / "rows.jsonl"
+    rows = tmp_path / "rows.jsonl"
     values = {
         "plugins": [str(Path(__file__).with_name("plugin_encoding.py"))],
         "models": [{"name": "slopes, MTH", "encoding": "slopes", "objective": "mth"}],
@@ -230,9 +219,9 @@ def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder_and_are_repr
         **{"seeds": 1, "checkpoints": 1, "model": SMALL, "training": TRAINING, "workers": 2},
         "analyses": {"direction": 8},
     }
-    plan.write_text(yaml.safe_dump(values), encoding="utf-8")
+    plan = json_file(tmp_path / "ladder.yaml", values)
     compare(plan, tmp_path / "out", "--rows", rows, before=fork_jobs).check()
-    lower, higher = sorted(map(json.loads, rows.read_text().splitlines()), key=lambda row: row["steps"])
+    lower, higher = sorted(json_lines(rows), key=lambda row: row["steps"])
     assert (lower["steps"], higher["steps"]) == (8, 32) and lower["planned_tokens"] == 1024
     assert higher["values"]["validation masked-LM loss"] < lower["values"]["validation masked-LM loss"]
     assert 0 <= higher["values"]["direction probe, shuffled"] <= 1
@@ -246,7 +235,7 @@ def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder_and_are_repr
     assert len([*tmp_path.rglob("courses/*")]) == 3
     point = lower["curves"]["training masked-LM loss"][4]
     point[1] = round(point[1] + 1e-5, 5)
-    rows.write_text(json.dumps({key: value for key, value in lower.items() if key != "crc32"}) + "\n")
+    json_file(rows, {key: value for key, value in lower.items() if key != "crc32"})
     words = f"^not equal: 8 of 9 points are; largest difference 1e-05, training masked-LM loss at {point[0]} tokens; "
     refused(words, megatron_ddrp.compare, plan, output_dir=tmp_path / "out", reproduce="course", rows=rows)
 
@@ -268,8 +257,7 @@ def test_an_export_becomes_a_sentence_encoder_that_mteb_scores(tmp_path, monkeyp
     export_checkpoint(run, tmp_path / "hf")
     both = [(a, b) for a in ("cat", "dog", "bird", "blue") for b in ("cat", "dog", "bird", "blue")]
     rows = [{"sentence1": f"the {a} run", "sentence2": f"red {b}", "score": 5.0 * (a == b) + (a < b)} for a, b in both]
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = json_file(tmp_path / "pairs.jsonl", rows)
 
     model, _, _ = checkpoint.load_model(run)
     texts = ["the cat", "red dog , blue bird ."]  # the shorter one is padded

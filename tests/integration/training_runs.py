@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed
 
 from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.checkpoint import BESIDE, MODEL, OPTIMIZER, StoredTensors, newest
 from megatron_ddrp.checkpoint.weights import load_notes, note_tensors
 from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.corpus import Corpus
@@ -39,12 +40,14 @@ RUN_TIMEOUT = 120.0
 Work = Callable[[list[Any]], Any]
 Rows = list[dict[str, float]]
 """Losses and gradient norm of each step; the last has the validation loss too."""
+EXACT = ("iteration", "consumed_samples", "consumed_tokens", "lr")
 
 
 def train_run(config: Config) -> Rows:
     """Train from `--load`, or the start, to `--train-iters` or `--exit-interval` on this rank and the others: the
     steps' losses and gradient norms, and the validation loss at the end, which is saved in `--save`."""
-    ranks = place_in_grid(own_device(), config.parallel)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    ranks = place_in_grid(device, config.parallel)
     corpus = Corpus.open(config)
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     loader, validation = (corpus.loader(split, ranks.data_rank, ranks.data_size) for split in ("train", "valid"))
@@ -70,38 +73,31 @@ def train_run(config: Config) -> Rows:
     if rows:
         rows[-1] |= evaluate(engine, [validation.step(0)], setup, notes)
     if files.save:
-        save_checkpoint(
-            engine, Path(files.save), Progress(end), setup, begin, {} if notes is None else note_tensors(notes)
-        )
+        kept = {} if notes is None else note_tensors(notes)
+        save_checkpoint(engine, Path(files.save), Progress(end), setup, begin, kept)
     if config.parallel.zero_stage < 3:
         assert_replicas_agree(engine.module, config, ranks)
-    engine.destroy()
-    forget_layout()
+    forget_layout(engine)
     return rows
-
-
-def own_device() -> torch.device:
-    """Return the device of this rank, which `process_group.start` chose."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def assert_replicas_agree(module: torch.nn.Module, config: Config, ranks: Ranks) -> None:
     """Whoever holds the same (part of a) weight holds the same bits, along every axis, tied weights included."""
-    digests: list[dict[tuple[str, int], str]] = [{} for _ in range(ranks.world_size)]
+    digests: dict[tuple[str, int], str] = {}
     for name, parameter in local_parameters(module).items():
         part = 0 if split_dimension(name, config.model.encoding) is None else ranks.tensor_rank
-        digests[ranks.rank][name, part] = hashlib.sha256(parameter.detach().float().cpu().numpy().tobytes()).hexdigest()
-    torch.distributed.all_gather_object(digests, digests[ranks.rank])
-    seen: dict[tuple[str, int], str] = {}
-    for of_rank in digests:
+        digests[name, part] = hashlib.sha256(parameter.detach().float().cpu().numpy().tobytes()).hexdigest()
+    for of_rank in process_group.gather_objects(digests):
         for key, digest in of_rank.items():
-            assert seen.setdefault(key, digest) == digest, f"{key[0]} differs between ranks"
+            assert digests.setdefault(key, digest) == digest, f"{key[0]} differs between ranks"
 
 
-def forget_layout() -> None:
-    """DeepSpeed remembers the last grid for the whole process."""
+def forget_layout(engine: Any = None) -> None:
+    """Destroy an engine, if any, and the grid that DeepSpeed remembers for the whole process."""
     from deepspeed.utils import groups
 
+    if engine is not None:
+        engine.destroy()
     groups.mpu = None
 
 
@@ -152,3 +148,24 @@ def largest_differences(rows: Rows, reference: Rows) -> dict[str, float]:
             difference = abs(row[name] - value) / max(abs(value), 1e-30)
             differences[name] = max(differences.get(name, 0.0), difference)
     return differences
+
+
+def tensors(path: Path | None, *kinds: str) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint, or those of some kinds."""
+    found = [StoredTensors(path, kind) for kind in kinds or (MODEL, OPTIMIZER, BESIDE)]
+    return {name: stored[name].clone() for stored in found for name in stored.names}
+
+
+def assert_same_bits(folder: Path, reference: Path, case: str = "") -> None:
+    """Check that the newest checkpoints of two runs hold the same bits: weights, moments, notes."""
+    ours, theirs = (tensors(newest(path)) for path in (folder, reference))
+    assert len(ours) > 50, case
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=lambda difference: f"{case}: {difference}")
+
+
+def assert_near(rows: Rows, reference: Rows, near_0: float, case: str = "") -> None:
+    """Check that counts are equal, and losses and norms to 1e-5 of their own, or to `near_0`: HCD passes through 0."""
+    assert len(rows) == len(reference) > 0, case
+    for row, expected in zip(rows, reference, strict=True):
+        near = {key: x if key in EXACT else pytest.approx(x, rel=1e-5, abs=near_0) for key, x in expected.items()}
+        assert row == near, case

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_ddrp.pages.plotting import FORMATS
 from tests.integration.conftest import TINY, command_line
-from tests.integration.launch import PRELOADED, be_program, fork_server, redirect_streams
+from tests.integration.launch import PRELOADED, be_program, fork_server, redirect_streams, text_of
 
 CLOCK = ("tokens_per_second", "step_time", "peak_memory_gib", "seconds", "crc32")
 """What two equal runs have different: times, memory, and the sum of a row that holds one."""
@@ -62,7 +62,9 @@ PREDICT = "-m megatron_ddrp finetune predict --input tone/new.jsonl --output lab
 SCORE = "-m megatron_ddrp minimal-pairs --data-dir pairs --load bert --workers 1 --output-dir scores"
 REPORT = f"tools/training_report.py --load run --data-path {DATASET} --scores-dir glue --output-dir out"
 COMPARE = "-m megatron_ddrp compare plan.yaml --output-dir compare"
+MERGE = "tools/dataset.py merge --output-prefix out/all"
 TOKENIZE = "tools/preprocess_data.py --output-prefix out/all --input"
+TOKENIZE_BY = f"{TOKENIZE} texts.jsonl --tokenizer-type"
 PACKED = " ".join(f"packed/texts.jsonl.{suffix}" for suffix in ("gz", "xz", "zst", "bz2"))
 LINES: dict[str, tuple[str, str]] = {
     "training": (RESUME, f"run/metrics.jsonl run/iter_{STEPS:07d}/* run/tokenizer/* run/latest"),
@@ -83,20 +85,11 @@ LINES: dict[str, tuple[str, str]] = {
     "report": (REPORT, "out/report.md"),
     "dataset inspect": (f"tools/dataset.py inspect {DATASET} {VOCABULARY}", ""),
     "dataset verify": (f"tools/dataset.py verify {DATASET} {VOCABULARY}", ""),
-    "dataset merge": (
-        f"tools/dataset.py merge --output-prefix out/all data/other_text_document {DATASET}",
-        "out/all.bin out/all.idx",
-    ),
+    "dataset merge": (f"{MERGE} data/other_text_document {DATASET}", "out/all.bin out/all.idx"),
     "preprocess": (f"{TOKENIZE} texts.jsonl {VOCABULARY}", TOKENIZED),
     "preprocess, packed": (f"{TOKENIZE} {PACKED} {VOCABULARY}", TOKENIZED),
-    "preprocess, HuggingFace": (
-        f"{TOKENIZE} texts.jsonl --tokenizer-type HuggingFace --tokenizer-model hf",
-        TOKENIZED,
-    ),
-    "preprocess, SentencePiece": (
-        f"{TOKENIZE} texts.jsonl --tokenizer-type SentencePiece --tokenizer-model sp.model",
-        TOKENIZED,
-    ),
+    "preprocess, HuggingFace": (f"{TOKENIZE_BY} HuggingFace --tokenizer-model hf", TOKENIZED),
+    "preprocess, SentencePiece": (f"{TOKENIZE_BY} SentencePiece --tokenizer-model sp.model", TOKENIZED),
     "finetune": (f"{FINETUNE} bert --no-keep-models", "out/table.json out/runs.jsonl"),
     "predict": (f"{PREDICT} kept", "labelled.jsonl"),
     "predict, a BERT": (f"{PREDICT} kept_bert", "labelled.jsonl"),
@@ -183,16 +176,8 @@ def run_all(commands: Iterable[tuple[Any, Command]], workers: int) -> Iterator[t
             if late or not process.is_alive():
                 process.join()
                 del running[process]
-                yield label, Ended(None if late else process.exitcode, _text(command.stdout), _text(command.stderr))
-
-
-def run_one(command: Command) -> Ended:
-    """Run one command to its end."""
-    return next(run_all([(None, command)], 1))[1]
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+                stdout, stderr = map(text_of, (command.stdout, command.stderr))
+                yield label, Ended(None if late else process.exitcode, stdout, stderr)
 
 
 def _perform(command: Command) -> None:

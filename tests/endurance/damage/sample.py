@@ -31,8 +31,9 @@ from megatron_ddrp.data.atomic import check_object, seal_object
 from megatron_ddrp.lab.compare.rows import write_samples
 from megatron_ddrp.tasks.statistics import MINIMAL_PAIRS
 from tests.conftest import SPECIAL_TOKENS, documents, write_vocabulary
-from tests.endurance.damage.readers import CLOCK, COMPARE, DATASET, FINETUNE, RUN, SAVED, SCORE, SWEEP, Command, run_one
+from tests.endurance.damage.readers import CLOCK, COMPARE, DATASET, FINETUNE, RUN, SAVED, SCORE, SWEEP, Command, run_all
 from tests.integration.conftest import command_line
+from tests.integration.launch import json_file, json_lines
 from tests.unit.lab.compare.made_rows import gain_rows
 from tests.unit.tasks.conftest import write_bert
 
@@ -57,8 +58,7 @@ def make_sample(folder: Path) -> Path:
     folder.mkdir()
     write_vocabulary(texts, folder / "vocab.txt", num_words=200)
     for name, part in (("texts", texts[:NUM_TEXTS]), ("other", texts[NUM_TEXTS:])):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        json_file(folder / f"{name}.jsonl", [{"text": text} for text in part])
     _write_task(folder / "glue_data" / "CoLA", texts)
     for name, output in (("texts", "corpus"), ("other", "other")):
         files = f"--input {name}.jsonl --vocab-file vocab.txt --output-prefix data/{output}"
@@ -69,7 +69,10 @@ def make_sample(folder: Path) -> Path:
     for run, export in (("run", "export"), ("other", "other_export"), ("absolute", "plain")):
         _run(folder, f"tools/convert_checkpoint.py --load {run} --output {export}")
     shutil.rmtree(folder / "absolute")
-    _write_bert(folder)
+    pieces = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    bert = write_bert(folder / "bert", pieces[len(SPECIAL_TOKENS) :], hidden=32, max_length=32) / "config.json"
+    values = json.loads(bert.read_text(encoding="utf-8")) | {"initializer_range": 0.02}  # whose absence changes nothing
+    bert.write_text(json.dumps(values, indent=2), encoding="utf-8")
     _run(folder, SWEEP)
     _write_tokenizers_and_texts(folder)
     _write_kept_models(folder, texts)
@@ -83,33 +86,18 @@ def make_sample(folder: Path) -> Path:
 def _run(folder: Path, *words: str) -> None:
     """Run a command, given in pieces of its line."""
     streams = [folder.with_name(f"sample.{stream}") for stream in ("stdout", "stderr")]
-    ended = run_one(Command(tuple(" ".join(words).split()), folder, *streams))
+    ((_, ended),) = run_all([(None, Command(tuple(" ".join(words).split()), folder, *streams))], 1)
     if ended.exit_code:
         raise RuntimeError(f"{' '.join(words)} ended with {ended.exit_code}\n{ended.stdout}\n{ended.stderr}")
-
-
-def _write_bert(folder: Path) -> None:
-    """Write a BERT as transformers does. Its config.json has the usual deviation: its absence changes nothing."""
-    pieces = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
-    config = write_bert(folder / "bert", pieces[len(SPECIAL_TOKENS) :], hidden=32, max_length=32) / "config.json"
-    values = json.loads(config.read_text(encoding="utf-8")) | {"initializer_range": 0.02}
-    config.write_text(json.dumps(values, indent=2), encoding="utf-8")
 
 
 def _stop_clocks(folder: Path) -> None:
     """Put fixed times into the logs, so that a case damages the same bytes in every sample."""
     metrics = folder / "run" / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    stopped = [{name: 0.25 if name in CLOCK else value for name, value in row.items()} for row in rows]
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in stopped), encoding="utf-8")
+    rows = json_lines(metrics)
+    json_file(metrics, [{name: 0.25 if name in CLOCK else value for name, value in row.items()} for row in rows])
     for path in (folder / name for name in ("glue/runs.jsonl", "scores/scores.jsonl", "compare/jobs.jsonl")):
-        sealed = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        _write_rows(path, [seal_object(check_object(row) | {"seconds": 0.25}) for row in sealed])
-
-
-def _write_rows(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        json_file(path, [seal_object(check_object(row) | {"seconds": 0.25}) for row in json_lines(path)])
 
 
 def _write_tokenizers_and_texts(folder: Path) -> None:
@@ -129,7 +117,7 @@ def _write_kept_models(folder: Path, texts: list[str]) -> None:
     generator = random.Random(1)
     rows = [{"said": " ".join(text.split()[:6]), "tone": generator.choice(["glad", "sad"])} for text in texts[:60]]
     for name, part in (("train", rows[:40]), ("valid", rows[40:50]), ("new", rows[50:])):
-        _write_rows(folder / "tone" / f"{name}.jsonl", part)
+        json_file(folder / "tone" / f"{name}.jsonl", part)
     facts = {"train": "train.jsonl", "valid": "valid.jsonl", "text-column": "said", "label-column": "tone"}
     (folder / "tone" / "tone.yaml").write_text(yaml.safe_dump(facts | {"metric": "macro-f1"}), encoding="utf-8")
     for encoder, kept in (("run", "kept"), ("bert", "kept_bert")):
@@ -140,11 +128,10 @@ def _write_kept_models(folder: Path, texts: list[str]) -> None:
 
 
 def _write_pairs(folder: Path, texts: list[str]) -> None:
-    folder.mkdir()
     for number, name in enumerate(("order", "repeat")):
         words = [text.split()[:3] for text in texts[number * 8 :][:8]]
         pairs = [{"sentence_good": " ".join(row), "sentence_bad": " ".join(reversed(row))} for row in words]
-        _write_rows(folder / f"{name}.jsonl", pairs)
+        json_file(folder / f"{name}.jsonl", pairs)
 
 
 def _write_comparison(folder: Path) -> None:
@@ -153,7 +140,7 @@ def _write_comparison(folder: Path) -> None:
     _run(folder, COMPARE)
     (folder / "compare" / "rows.jsonl").unlink()
     rows = gain_rows({"ddrp": (0.1,)}, (2,), measure=MINIMAL_PAIRS)
-    _write_rows(folder / "rows" / "rows.jsonl", list(map(seal_object, rows)))
+    json_file(folder / "rows" / "rows.jsonl", list(map(seal_object, rows)))
     for number, row in enumerate(rows):
         values = np.random.default_rng(number).normal(row["values"][MINIMAL_PAIRS], 0.01, 50)
         write_samples(folder / "rows", row, {MINIMAL_PAIRS: values})

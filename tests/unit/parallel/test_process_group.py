@@ -5,8 +5,8 @@ import datetime
 import os
 import re
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
 from typing import NamedTuple
 
 import pytest
@@ -53,11 +53,10 @@ def meetings(monkeypatch):
 
 def test_ranks_meet_while_one_of_them_works(meetings):
     answers, seen = meetings
-    enough = Event()
 
     def work():
         while len(seen) < 4:
-            enough.wait(0.001)
+            time.sleep(0.001)
         return "read"
 
     assert process_group.agree_on_long_work(work) == "read"
@@ -128,10 +127,9 @@ def test_one_rank_needs_no_real_backend_from_torch_2_13_on(join_alone):
     "call", ["all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter", "all_to_all_single"]
 )
 def test_a_call_that_copies_nothing_is_not_trusted(join_alone, monkeypatch, call):
-    real = getattr(dist, call)
-    monkeypatch.setattr(dist, call, lambda *arguments, **options: None)
-    assert join_alone() == "gloo"
-    monkeypatch.setattr(dist, call, real)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, call, lambda *arguments, **options: None)
+        assert join_alone() == "gloo"
     total = torch.ones(2)
     dist.all_reduce(total)
     assert total.tolist() == [1.0, 1.0]
@@ -175,36 +173,26 @@ def test_the_environment_is_complete_or_processes_that_cannot_meet_are_refused(m
         refused(message, complete_environment)
 
 
-@pytest.fixture
-def host(monkeypatch):
-    """Return a function that sets the number of GPUs that torch sees, and the variables of the launcher."""
-
-    def show(gpus, **variables):
+def test_each_rank_has_the_gpu_of_its_number_or_its_own_or_the_cpu_and_more_ranks_than_gpus_end_in_one_line(
+    monkeypatch,
+):
+    def device_of(rank, gpus, **variables):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "get_arch_list", list)
         monkeypatch.delenv("SLURM_LOCALID", raising=False)
-        for name, value in variables.items():
+        for name, value in {"LOCAL_RANK": str(rank), **variables}.items():
             monkeypatch.setenv(name, value)
+        return str(own_device(rank))
 
-    return show
-
-
-def test_each_rank_has_the_gpu_of_its_number_or_its_own_or_the_cpu_and_more_ranks_than_gpus_end_in_one_line(host):
-    for gpus, device, local_rank in (
-        (8, torch.device("cuda", 3), "3"),
-        (1, torch.device("cuda", 0), "0"),
-        (0, CPU, "3"),
-    ):
-        host(gpus, LOCAL_RANK="3", SLURM_LOCALID="3")
-        assert (own_device(3), os.environ["LOCAL_RANK"]) == (device, local_rank)
+    for gpus, device, local_rank in ((8, "cuda:3", "3"), (1, "cuda:0", "0"), (0, "cpu", "3")):
+        assert (device_of(3, gpus, SLURM_LOCALID="3"), os.environ["LOCAL_RANK"]) == (device, local_rank)
     for gpus, variables, expected in (
         (1, {}, "sees 1 GPU, and each rank needs its own: start at most 1 per host"),
         (1, {"SLURM_LOCALID": "0"}, "sees 1 GPU, "),  # torchrun, started once per host by srun
         (2, {"SLURM_LOCALID": "2"}, "sees 2 GPUs, .* at most 2 per host"),
     ):
-        host(gpus, LOCAL_RANK="2", **variables)
-        refused(f"^rank 2 of this host {expected}", own_device, 2)
+        refused(f"^rank 2 of this host {expected}", device_of, 2, gpus, **variables)
 
 
 @pytest.mark.parametrize("backends", [("nccl", "gloo"), ("gloo", "nccl"), ("nccl", "gloo", "nccl"), ("gloo", "gloo")])
@@ -342,8 +330,7 @@ def test_layers_are_shared_out_evenly_and_in_order_and_inner_parts_take_one_more
 
 
 def test_each_micro_batch_is_seeded_by_its_number() -> None:
-    seen: list[int] = []
-    batch, courier = tiny_batch(), Courier()
+    seen, batch, courier = list[int](), tiny_batch(), Courier()
     part = PipelinePart([torch.nn.Identity()], last=True, recompute=False, courier=courier)
     inputs = Inputs.of(batch, some_draws(batch))
     for _ in range(2):
@@ -426,7 +413,7 @@ def test_maps_without_a_reader_or_a_bias_and_those_of_zero_3():
 
 
 def rank_of(tensor_rank: int, tensor_size: int) -> Ranks:
-    return Ranks(tensor_rank, tensor_size, torch.device("cpu"), tensor_rank=tensor_rank, tensor_size=tensor_size)
+    return Ranks(tensor_rank, tensor_size, CPU, tensor_rank=tensor_rank, tensor_size=tensor_size)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
