@@ -11,11 +11,12 @@ in `, half the budget`, or in `, in fp32`, for its runs in this precision.
 
 | measure | of a run |
 | --- | --- |
-| novels | validation loss, nearly all of it on novels; in depth on text like the rest |
+| novels | validation loss, nearly all of it on novels; in depth and recipe on text like the rest |
 | like | training loss over the last tenth of the tokens, weighted by tokens: on text like the rest |
 | below, unigram | nats that it lies below the unigram level; this level |
 | onset, tokens, predictions | millions: the end of the plateau, tokens read, masked places predicted |
 | steps, seconds | steps of the run; seconds of all of them, by the median of a step |
+| onset-steps, -predictions, -seconds | the same until the end of the plateau |
 | pairs, first | percent: minimal pairs that are right; variance on the first component |
 | rank, f(S) | effective rank; mean cosine of hidden states |
 | kurtosis | of the tokens, on the first component |
@@ -51,7 +52,7 @@ PAGES |= {"lab/results-tables.md": "## What the tables show"}
 Row = dict[str, Any]
 ROWS: dict[str, list[Row]] = {
     name: [json.loads(line) for line in (DOCS / f"ladder/{name}.jsonl").read_text().splitlines()]
-    for name in ("rows", "fast", "plateau", "novels", "depth")
+    for name in ("rows", "fast", "plateau", "novels", "depth", "recipe")
 }
 MARKER = re.compile(r"<!-- (?!compare|end of)(.+?) -->", re.DOTALL)
 VALUE = re.compile(r"(\w+) (\S+) (\w+): (.+?)(?: over (.+?))?(?: @ ([\d.]+)M)?(?: seeds ([\d,]+))?")
@@ -99,9 +100,24 @@ def onset(row: Row) -> float | None:
     return found
 
 
-def mask_rate(row: Row) -> float:
+def predictions(row: Row, share: float = 1) -> float:
+    """Return the masked places of the first `share` of a run, in which the mask rate falls linearly."""
     settings = {**row["common"], **row["flags"]}
-    return float(np.mean([float(rate) for rate in str(settings.get("mask_prob", 0.15)).split(":")]))
+    rates = [float(rate) for rate in str(settings.get("mask_prob", 0.15)).split(":")]
+    return row["tokens"] * share * (rates[0] - share * (rates[0] - rates[-1]) / 2)
+
+
+def until_onset(row: Row) -> float:
+    """Return the share of a run that it rested on the plateau; nan if it never left."""
+    return (onset(row) or np.nan) / row["tokens"]
+
+
+def mask_rate(row: Row) -> float:
+    return predictions(row) / row["tokens"]
+
+
+def seconds(row: Row) -> float:
+    return row["steps"] * row["values"]["seconds of a step"]
 
 
 MEASURES = {
@@ -109,11 +125,14 @@ MEASURES = {
     "like": like,
     "below": lambda row: row["unigram_loss"] - like(row),
     "unigram": lambda row: row["unigram_loss"],
-    "onset": lambda row: (onset(row) or np.nan) / 1e6,
+    "onset": lambda row: until_onset(row) * row["tokens"] / 1e6,
+    "onset-steps": lambda row: until_onset(row) * row["steps"],
+    "onset-predictions": lambda row: predictions(row, until_onset(row)) / 1e6,
+    "onset-seconds": lambda row: until_onset(row) * seconds(row),
     "tokens": lambda row: row["tokens"] / 1e6,
-    "predictions": lambda row: row["tokens"] * mask_rate(row) / 1e6,
+    "predictions": lambda row: predictions(row) / 1e6,
     "steps": lambda row: row["steps"],
-    "seconds": lambda row: row["steps"] * row["values"]["seconds of a step"],
+    "seconds": seconds,
     "pairs": lambda row: 100 * row["values"]["minimal pairs"],
     "first": lambda row: 100 * row["values"]["first component"],
     "rank": lambda row: row["values"]["effective rank"],
