@@ -57,7 +57,7 @@ lint: $(STAMP) ## lint, format and types
 docs: $(STAMP) ## the documentation as a site, in site/, with the pages of docs/ladder's rows; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: $(STAMP) ## all tests that a machine without a GPU can run, 10 minutes on 2 cores
+test: $(STAMP) ## all tests that a machine without a GPU can run, 9 to 19 minutes on 2 cores
 	$(PYTEST) $(TESTS)
 
 test-times: $(STAMP) ## the same, and CPU seconds and waits of each test in build/test-times.csv

@@ -99,22 +99,24 @@ class Continued(NamedTuple):
 def continue_encoder(options: argparse.Namespace) -> Plan:
     """Print the plan for the options of the command, with `--run` execute it, and return it.
 
-    Raises `UserError` for an encoder that does not fit or cannot be read, and for a road that other options began.
+    Raises `UserError` for an encoder that does not fit or cannot be read, and for a road that other options began, or
+    these with a text or task file that was written since.
     """
     record = options.output_dir / "road.json"
     given = shlex.join(flag_words((n, v) for n, v in vars(options).items() if n != "run" and v is not None))
+    texts = map(Path, filter(None, (*(options.input or ()), options.train, options.valid)))
+    stamps = {str(path): path.stat().st_mtime_ns for path in texts if path.exists()}
     if options.run:
         with refusals_as_user_errors(options.output_dir):
             make_folder(options.output_dir)
-    if not options.run or not record.exists():
-        road = plan_road(options) | {"given": given}
-        if options.run:
-            write_text(record, json.dumps(road, indent=2) + "\n")
-    else:
-        road = read_object(record)
-        if road.get("given") != given:
-            refuse(f"{record} was begun with {road.get('given')}: give the same options, or another --output-dir")
+    begun = options.run and record.exists()
+    road = read_object(record) if begun else plan_road(options) | {"given": given, "files": stamps}
+    if road.get("given") != given:
+        refuse(f"{record} was begun with {road.get('given')}: give the same options, or another --output-dir")
+    if changed := [path for path, stamp in stamps.items() if road.get("files", stamps).get(path) != stamp]:
+        refuse(f"{changed[0]} has changed since {record} was begun: give another --output-dir")
     if options.run:
+        write_text(record, json.dumps(road, indent=2) + "\n")
         follow([Stage(*stage) for stage in road["stages"]])
     return Plan(*road["plan"])
 
@@ -273,6 +275,5 @@ def run_alone(words: Sequence[str]) -> None:
         signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to both
         signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
         child.wait()
-    if child.returncode:
-        code = max(1, child.returncode)
-        raise UserError(f"{words[0]} ended with exit code {child.returncode}: the same command resumes it", code)
+    if code := child.returncode:
+        raise UserError(f"{words[0]} ended with exit code {code}: the same command resumes it", max(1, code))

@@ -496,6 +496,8 @@ def test_the_whole_road_by_one_command_which_skips_what_is_finished(extend, bert
     again, second = extend(*words)
     assert again.settings == plan.settings and second.count("done before") == 5 and "$" not in second
     refused("was begun with .* --hours 24.0 .*: give the same options", extend, *words, "--hours", 1)
+    os.utime("train.jsonl", (0, 0))
+    refused("train.jsonl has changed since .*road.json was begun: give another --output-dir", extend, *words)
 
 
 def test_a_stopped_run_is_resumed_from_its_own_folder(bert, tmp_path, monkeypatch):
