@@ -66,9 +66,9 @@ class Callbacks:
             self._tell(callback, "on_start", config, iteration, model)
 
     def tell(self, event: str, *given: Any) -> None:
-        """Call one method of every callback."""
+        """Call one method of every callback; each gets a copy of a row, which it may change."""
         for callback in self._started:
-            self._tell(callback, event, *given)
+            self._tell(callback, event, *(dict(each) if isinstance(each, dict) else each for each in given))
 
     def columns(self, row: Mapping[str, Any]) -> dict[str, float]:
         """Return the columns of all callbacks for a row. Raises `UserError` for a name that the row has already."""
