@@ -115,8 +115,9 @@ def continue_encoder(options: argparse.Namespace) -> Plan:
         refuse(f"{record} was begun with {road.get('given')}: give the same options, or another --output-dir")
     if changed := [path for path, stamp in stamps.items() if road.get("files", stamps).get(path) != stamp]:
         refuse(f"{changed[0]} has changed since {record} was begun: give another --output-dir")
-    if options.run:
+    if options.run and not begun:
         write_text(record, json.dumps(road, indent=2) + "\n")
+    if options.run:
         follow([Stage(*stage) for stage in road["stages"]])
     return Plan(*road["plan"])
 
@@ -225,9 +226,8 @@ def fit(read: ReadFolder, tokens: float, documents: float, options: argparse.Nam
         raise UserError(f"no step of {rows} rows fits into {options.hours:g} hours on {device.name}: give more --hours")
     interval, size = math.ceil(steps / VALIDATIONS), step.micro_batch
     settings = {"micro_batch_size": size * fill.sequences, "global_batch_size": rows * fill.sequences}
-    settings |= {"train_iters": steps, "lr": RATE}
-    settings |= {"lr_warmup_fraction": WARMUP, "eval_interval": interval, "eval_iters": batches}
-    settings |= {"save_interval": interval, "keep_last": 1}
+    settings |= {"train_iters": steps, "lr": RATE, "lr_warmup_fraction": WARMUP}
+    settings |= {"eval_interval": interval, "eval_iters": batches, "save_interval": interval, "keep_last": 1}
     gib = step.gib or memory(read.model, config_at(size, size), ranks, device)
     seconds = steps * step.seconds + validations
     return Continued(fixed | settings, device, length, fill, reason, step, largest, gib, seconds)

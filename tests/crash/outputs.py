@@ -30,7 +30,7 @@ class Output(Protocol):
         return {path: content for path, content in paths if "/." not in f"/{path}" and ".unfinished/" not in path}
 
     def mixtures(self, now: Mapping[str, bytes]) -> Iterator[str]:
-        """Yield a fault for each output that is neither old nor new and that a user may take for whole."""
+        """Yield a fault for each output that is neither old nor new and may be taken for whole; a subclass knows."""
         raise NotImplementedError
 
     def faults(self, reported: tuple[str, ...], deep: bool) -> Iterator[str]:

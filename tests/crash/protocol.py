@@ -70,7 +70,7 @@ class Protocol:
         self.report("the end")
 
     def command(self) -> None:
-        """Run the command whose end is the only report."""
+        """Run the command whose end is the only report; a subclass has one, or an `update` of its own."""
         raise NotImplementedError
 
     def files(self) -> dict[str, bytes]:
@@ -78,7 +78,10 @@ class Protocol:
         return {}
 
     def faults(self, reported: tuple[str, ...], deep: bool) -> Iterable[str]:
-        """Yield broken promises about the root after a crash; with `deep` also of the command that is run again."""
+        """Yield broken promises about the root after a crash; with `deep` also of the command that is run again.
+
+        Each subclass has its own.
+        """
         raise NotImplementedError
 
     def report(self, what: str) -> None:

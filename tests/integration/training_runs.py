@@ -41,6 +41,7 @@ Work = Callable[[list[Any]], Any]
 Rows = list[dict[str, float]]
 """Losses and gradient norm of each step; the last has the validation loss too."""
 EXACT = ("iteration", "consumed_samples", "consumed_tokens", "lr")
+"""Numbers of a row that every layout counts alike."""
 
 
 def train_run(config: Config) -> Rows:

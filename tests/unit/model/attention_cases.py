@@ -105,7 +105,7 @@ def reference(case):
 
 
 def dropped_maps(case, dropout, seed):
-    """What dropout leaves of the kernels' probabilities: the context of unit vectors. Needs head_dim = seq."""
+    """Return what dropout leaves of the kernels' probabilities, the context of unit vectors, for head_dim = seq."""
     torch.manual_seed(seed)
     unit = torch.eye(case.query.shape[-1], device=case.query.device).expand_as(case.value)
     return triton_attention(case.attending(dropout)._replace(value=unit))[0].detach().cpu()

@@ -82,12 +82,12 @@ def some_draws(batch, heads=((0, 2), (1, 2)), tokens=3):
 
 
 def own_draws(model, batch, step=1):
-    """What the objective of a model draws for a batch."""
+    """Return what the objective of a model draws for a batch."""
     return model.head.objective.draw(batch.map(torch.Tensor.numpy), model.config, 1234, step)
 
 
 def named_sums(model, batch, draws=None):
-    """The sums that a model gives, by name; left out, the draws are its own."""
+    """Return the sums that a model gives, by name; left out, the draws are its own."""
     sums = model(batch, draws or own_draws(model, batch)).sums
     return dict(zip(model.head.objective.sum_names, sums, strict=True))
 
