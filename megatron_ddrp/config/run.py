@@ -171,7 +171,9 @@ class Config:
             f"--pipeline-model-parallel-size {stages}": stages > 1,
             "--checkpoint-activations": parallel.checkpoint_activations,
             f"--objective {objective.objective}": made is not None and made.looks_inside,
-            "--zero-stage 3": parallel.zero_stage == 3,  # last: memory.py asks for the other stages
+            # It reduces gradients in the order in which they come, and a replay's come in another; last: memory.py asks
+            # for the other stages.
+            f"--zero-stage {parallel.zero_stage}": parallel.zero_stage > 1,
         }
         return next((setting for setting, is_given in settings.items() if is_given), None)
 

@@ -349,6 +349,9 @@ def deepspeed_settings(setup: Setup, num_parameters: int) -> dict[str, Any]:
     `num_parameters` counts this rank's parameters. DeepSpeed allocates a whole bucket even for a small model, so
     buckets are at most as large as the model. GPUs reduce smaller buckets, two in turn, during the backward pass. CPUs
     would do both on the same cores, and DeepSpeed's pipelines cannot overlap them. One rank has nothing to overlap.
+    Ranks with CUDA graphs reduce after the pass, in the order of the parameters: during it DeepSpeed fills buckets in
+    the order in which gradients come, which a replay changes, and a rank replays where another may not.
+
     DeepSpeed would wait for the device to measure its throughput, to overlap reductions, to check gradients and to clip
     them; where the device can do it, nothing waits.
     """
@@ -358,7 +361,7 @@ def deepspeed_settings(setup: Setup, num_parameters: int) -> dict[str, Any]:
     overlaps = setup.ranks.device.type != "cpu" and parallel.pipeline_model_parallel_size == 1
     zero: dict[str, Any] = {
         "stage": parallel.zero_stage,
-        "overlap_comm": (overlaps and data_size > 1) or parallel.zero_stage == 3,
+        "overlap_comm": (overlaps and data_size > 1 and not setup.uses_graphs) or parallel.zero_stage == 3,
         "contiguous_gradients": True,
         "reduce_bucket_size": min(bucket, OVERLAPPED_BUCKET) if overlaps else bucket,
         "allgather_bucket_size": bucket,
@@ -386,6 +389,9 @@ def deepspeed_settings(setup: Setup, num_parameters: int) -> dict[str, Any]:
     if training.bf16 and parallel.zero_stage in (1, 2) and not has_pipeline and not is_offloaded:
         settings["bf16"]["check_grad_overflow"] = False  # `ZeroClipping` checks on the device
     settings = lay_over(settings, from_file, str(parallel.deepspeed_config))
+    if setup.uses_graphs and data_size > 1 and settings["zero_optimization"]["overlap_comm"]:
+        fault = "overlap_comm beside CUDA graphs would sum gradients of different parameters; give --cuda-graphs off"
+        raise UserError(f"--deepspeed_config {parallel.deepspeed_config}: {fault}, or leave it out", WRONG_ARGUMENTS)
     if parallel.zero_stage == 0:
         settings["bf16"]["enabled"] = False  # to DeepSpeed the run is in fp32, see `Encoder.compute_dtype`
     if parallel.zero_stage == 0 or not settings["bf16"].get("check_grad_overflow", True):

@@ -22,14 +22,7 @@ from torch import Tensor
 from megatron_ddrp import checkpoint as files
 from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.checkpoint.weights import Form, write_tensors
-from megatron_ddrp.config import (
-    CheckpointConfig,
-    Config,
-    OptimizerConfig,
-    changed_model,
-    changed_settings,
-    flag,
-)
+from megatron_ddrp.config import CheckpointConfig, Config, OptimizerConfig, changed_model, changed_settings, flag
 from megatron_ddrp.config.run import CHANGEABLE
 from megatron_ddrp.data.atomic import make_folder
 from megatron_ddrp.data.dataset.indexed_dataset import TokenizerFlags

@@ -36,7 +36,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, graphs
 from megatron_ddrp.parallel.pipeline import local_parameters, whole_name
 from megatron_ddrp.parallel.process_group import place_in_grid
-from tests.emulated_graphs import Emulator, captured_shapes
+from tests.emulated_graphs import Emulator, Graph, captured_shapes
 from tests.integration.launch import json_file
 from tests.integration.training_runs import forget_layout, train_run
 
@@ -148,15 +148,12 @@ def waits_of_step(words: list[str]) -> Waits:
     from deepspeed.accelerator import get_accelerator
 
     config, loader, setup = opened(words)
-    settings, accelerator, waiting = build.deepspeed_settings, type(get_accelerator()), Waiting()
+    accelerator, waiting = type(get_accelerator()), Waiting()
     answers = {"is_fp16_supported": True, "resolves_data_dependency": False, "current_stream": Stream(waiting)}
     answers |= {"supported_dtypes": [torch.float, torch.half, torch.bfloat16], "Event": Stream(waiting)}
 
-    def of_gpu(setup: Setup, parameters: int) -> dict[str, Any]:
-        return settings(replace(setup, ranks=setup.ranks._replace(device=torch.device("cuda"))), parameters)
-
     with (
-        mock.patch.object(build, "deepspeed_settings", of_gpu),
+        mock.patch.object(build, "deepspeed_settings", settings_of_gpu),
         mock.patch.multiple(accelerator, **{name: mock.Mock(return_value=each) for name, each in answers.items()}),
         mock.patch.object(accelerator, "synchronize", lambda *_: waiting.count("synchronize")),
         mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
@@ -171,6 +168,13 @@ def waits_of_step(words: list[str]) -> Waits:
         waits = dict(waiting.waits)
         forget_layout(engine)
     return waits
+
+
+SETTINGS = build.deepspeed_settings
+
+
+def settings_of_gpu(setup: Setup, parameters: int) -> dict[str, Any]:
+    return SETTINGS(replace(setup, ranks=setup.ranks._replace(device=torch.device("cuda"))), parameters)
 
 
 def _take(engine: Any, loader: Any, setup: Setup, step: int) -> None:
@@ -242,11 +246,19 @@ def held_now(engine: Any) -> Held:
 
 
 def train_emulated(words: list[str]) -> list[Any]:
-    """Train `pretrain_bert.py WORDS`.
+    """Train `pretrain_bert.py WORDS` with the settings for GPUs.
 
-    Return the steps' rows, the number of captured shapes, and how often gradients of a layer were added by its graphs.
+    Return the steps' rows, the number of captured shapes, how often gradients of a layer were added by its graphs, and
+    the steps in which this rank replayed some.
     """
     made: list[graphs.ModelGraphs] = []
+    train_step, replayed = nonfinite.train_step, list[int]()
+
+    def noting(engine: Any, micro_batches: Any, setup: Any, step: int, *others: Any) -> Any:
+        with mock.patch.object(Graph, "replay", autospec=True, side_effect=Graph.replay) as replaying:
+            result = train_step(engine, micro_batches, setup, step, *others)
+        replayed.extend([step] * replaying.called)
+        return result
 
     def make(sums: Any) -> graphs.ModelGraphs:
         made.append(graphs.ModelGraphs(Emulator, sums))
@@ -256,10 +268,12 @@ def train_emulated(words: list[str]) -> list[Any]:
     with (
         mock.patch.object(graphs, "why_not_graphs", lambda *_: None),  # as on a GPU
         mock.patch.object(build, "ModelGraphs", make),
+        mock.patch.object(build, "deepspeed_settings", settings_of_gpu),
+        mock.patch.object(nonfinite, "train_step", noting),
         mock.patch.object(layout.GradientSums, "add", autospec=True, side_effect=add) as adding,
     ):
         rows = train_run(parse_arguments(words).config)
-    return [rows, [captured_shapes(each) for each in made], adding.call_count]
+    return [rows, [captured_shapes(each) for each in made], adding.call_count, replayed]
 
 
 def scaling(path: Path, **settings: int) -> Path:

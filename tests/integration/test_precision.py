@@ -190,7 +190,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any] | None, Waits]] = {
     "bf16, ZeRO 1, the user's timer": (1, BF16 | {"zero_stage": 1}, TIMED, {OF_TIMER: 2 * MICRO_BATCHES}),
     "bf16, ZeRO 1, the user's check": (1, BF16 | {"zero_stage": 1}, CHECKED, OF_CHECKS),
     "fp16, ZeRO 1": (1, RUN | {"fp16": True, "zero_stage": 1}, None, OF_CHECKS),
-    "bf16, ZeRO 1, two ranks": (2, BF16 | {"zero_stage": 1}, None, {OF_REDUCTION: 1}),
+    "bf16, ZeRO 1, two ranks": (2, BF16 | {"zero_stage": 1}, None, {}),
+    "bf16, ZeRO 1, no graphs": (2, BF16 | {"zero_stage": 1, "cuda_graphs": "off"}, None, {OF_REDUCTION: 1}),
     "bf16, ZeRO 2, two ranks": (2, BF16 | {"zero_stage": 2}, None, {OF_REDUCTION: MICRO_BATCHES}),
 }
 """Ranks, flags, file of `--deepspeed_config`, and the waits of one step of `MICRO_BATCHES` micro-batches."""

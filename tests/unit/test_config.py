@@ -181,6 +181,7 @@ def test_round_trips_and_a_missing_or_foreign_config_json_is_refused_by_name(con
 WITHOUT_GRAPHS = [
     ({"parallel": OF_TENSOR}, "--tensor-model-parallel-size 2"),
     ({"parallel": OF_PIPELINE}, "--pipeline-model-parallel-size 2"),
+    ({"parallel": {"zero_stage": 2}}, "--zero-stage 2"),
     ({"parallel": {"zero_stage": 3}}, "--zero-stage 3"),
     ({"parallel": {"checkpoint_activations": True}}, "--checkpoint-activations"),
     ({"objective": {"objective": "head-disagreement"}}, "--objective head-disagreement"),

@@ -409,17 +409,29 @@ def test_the_flag_offloads_as_the_file_does_and_wins(tmp_path: Path) -> None:
     refused("--offload-optimizer cpu with --zero-stage 0", Config().replace, parallel=without_zero)
 
 
-def test_gpus_overlap_and_cpus_and_pipelines_do_not() -> None:
+def test_gpus_overlap_and_graphs_cpus_and_pipelines_do_not(tmp_path: Path) -> None:
     for parallel, data_size, parameters, device, overlap, bucket in (
-        ({}, 4, 110_000_001, "cuda", True, 32_000_000),
+        ({"cuda_graphs": "off"}, 4, 110_000_001, "cuda", True, 32_000_000),
+        ({}, 4, 110_000_001, "cuda", False, 32_000_000),
+        ({"zero_stage": 2}, 4, 110_000_001, "cuda", True, 32_000_000),
         ({}, 4, 110_000_001, "cpu", False, 110_000_002),
         ({"pipeline_model_parallel_size": 2}, 4, 110_000_001, "cuda", False, 110_000_002),
-        ({}, 4, 20_000_000, "cuda", True, 20_000_000),
+        ({"cuda_graphs": "off"}, 4, 20_000_000, "cuda", True, 20_000_000),
         ({}, 1, 110_000_001, "cuda", False, 32_000_000),
         ({"zero_stage": 3}, 1, 1000, "cuda", True, None),
     ):
         made = settings_of(Config().replace(parallel=parallel), 8, data_size, parameters, device)["zero_optimization"]
         assert made["overlap_comm"] == overlap and bucket in (made["reduce_bucket_size"], None)
+    file = written(tmp_path, '{"zero_optimization": {"overlap_comm": true}}')
+    config = Config().replace(parallel={"deepspeed_config": file})
+    refused(
+        "overlap_comm beside CUDA graphs .*; give --cuda-graphs off, or leave it out$",
+        settings_of,
+        config,
+        8,
+        4,
+        device="cuda",
+    )
 
 
 OF_BF16 = [
