@@ -391,10 +391,7 @@ def _number(value: float) -> str:
     return plotting.thousands(value) if abs(value) >= 100 else f"{value:.3f}"
 
 
-TITLES = {
-    "losses.png": "Losses and accuracies",
-    "speed.png": "Learning rate, gradient norm, speed and memory",
-}
+TITLES = {"losses.png": "Losses and accuracies", "speed.png": "Learning rate, gradient norm, speed and memory"}
 """Figure → its title."""
 
 
@@ -450,14 +447,10 @@ class ReportOptions(Section):
     load: Path = option(MISSING, "--save folder of a pre-training run", metavar="DIR")
     beside: tuple[Path, ...] = option((), "other runs to draw beside it (default: none)", nargs="+", metavar="DIR")
     data_path: str | None = option(
-        None,
-        "its dataset's prefix, to count the unigram level of all of it (default: the run's own)",
-        metavar="P",
+        None, "its dataset's prefix, to count the unigram level of all of it (default: the run's own)", metavar="P"
     )
     scores_dir: Path | None = option(
-        None,
-        "--output-dir of megatron-ddrp finetune or megatron-ddrp glue",
-        metavar="DIR",
+        None, "--output-dir of megatron-ddrp finetune or megatron-ddrp glue", metavar="DIR"
     )
     note: str | None = option(None, "a sentence above the scores, in Markdown", metavar="TEXT")
     commands: Path | None = option(None, "the command lines that made the run", metavar="FILE")

@@ -106,18 +106,12 @@ class RowsAndPage(Section):
     """rows and page"""
 
     rows: Path | None = option(
-        None,
-        "file with a row per finished run (default: OUT/rows.jsonl); a run with a row is not repeated, even if OUT is "
-        "empty",
-        metavar="FILE.jsonl",
+        None, "a row per finished run, which is not repeated (default: OUT/rows.jsonl)", metavar="FILE.jsonl"
     )
     reproduce: str | None = option(None, "train this run of --rows again; exit 1 if its losses differ", metavar="RUN")
     claims: Path | None = option(None, "claims to judge (default: those of the DDRP+MTH paper)", metavar="FILE.yaml")
     tables: Path | None = option(
-        None,
-        "with ROWS.jsonl: replace each block of this file between `<!-- compare NAME -->` and "
-        "`<!-- end of compare NAME -->` by the table NAME of the page",
-        metavar="FILE.md",
+        None, "with ROWS.jsonl: fill the blocks `<!-- compare NAME -->` of this file with tables", metavar="FILE.md"
     )
 
 

@@ -116,7 +116,8 @@ def _minimal_pairs(plan: ComparisonPlan, runs: list[PlannedRun], folder: Path) -
     if pairs is None:
         return []
     try:
-        data, work = _pair_facts(pairs.data_dir, pairs.max_pairs)
+        paradigms = read_pairs(Path(pairs.data_dir), pairs.max_pairs)
+        data, work = [[each.uid, each.digest] for each in paradigms], float(sum(map(len, paradigms)))
     except UserError as error:
         raise UserError(f"{plan.file}: minimal_pairs: {error}; or give --no-minimal-pairs", 2) from None
     # By default the command uses all cores; with several jobs at once it must not.
@@ -128,12 +129,6 @@ def _minimal_pairs(plan: ComparisonPlan, runs: list[PlannedRun], folder: Path) -
         job = Job("minimal-pairs", name, run.job.title, (), output, work=work)
         found.append(_score(run, run.steps, job, ("--data-dir", pairs.data_dir), flags))
     return found
-
-
-def _pair_facts(folder: str, max_pairs: int | None) -> tuple[list[list[str]], float]:
-    """Return what identifies each paradigm of a folder, and the number of pairs."""
-    paradigms = read_pairs(Path(folder), max_pairs)
-    return [[paradigm.uid, paradigm.digest] for paradigm in paradigms], float(sum(map(len, paradigms)))
 
 
 def _own_tasks(plan: ComparisonPlan, runs: list[PlannedRun], folder: Path) -> list[Measure]:
@@ -288,6 +283,8 @@ def make_row(work: PlanJobs, run: PlannedRun) -> Row:
         "half": run.half,
         "encoding": run.model.encoding,
         "objective": run.model.objective,
+        "generates": run.config.objective.generates,
+        "validated": run.config.logging.eval_iters * run.config.training.global_batch_size,
         "flags": dict(run.model.flags),
         "baseline": plan.baseline or plan.models[0].name,
         "check": plan.check,

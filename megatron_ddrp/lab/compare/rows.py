@@ -8,6 +8,7 @@ The files may be missing; then a difference has no interval over items.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
@@ -35,6 +36,8 @@ from megatron_ddrp.tasks.statistics import (
     Times,
 )
 
+EVAL_ITERS = 20
+"""Global batches of a validation, where the plan does not say."""
 UNITS = {"million tokens": 2, "steps": 0, "million predictions": 2, "seconds": 0}
 """Unit of a time on the plateau → digits."""
 Count = Annotated[int, "[0, 1e15)"]
@@ -102,6 +105,10 @@ class RunRow:
     """Measure → finite value."""
     flags: Flags = field(default_factory=dict)
     """Further flags of the model."""
+    generates: bool | None = None
+    """True if its loss is a generator's; None if only the objective's name tells."""
+    validated: Count = 0
+    """Rows of the held-out text that a validation reads; 0 if only the settings tell."""
     half: bool = False
     budget: str = ""
     """Budget in words, which runs that are compared share."""
@@ -218,12 +225,15 @@ class RunRow:
         The head that predicts must be alike, the generator's or the encoder's; so must the text, held-out or trained
         on, and the rows and masks that are made of it: those of the last step, or in training the settings `_ALIKE`.
         """
-        alone = self.objective not in OBJECTIVES or OBJECTIVES.find(self.objective).generates
-        trained = measure == LIKE_LOSS and not self.validates_alike
-        names = _ALIKE if trained else ("masking", "eval_mask_prob")
+        generates = self.objective not in OBJECTIVES or OBJECTIVES.find(self.objective).generates
+        alone = generates if self.generates is None else self.generates
+        trained, own_text = measure == LIKE_LOSS and not self.validates_alike, measure in self.curves
+        names = _ALIKE if trained else ("masking", "eval_mask_prob", "split")
         settings = (_as_text(self.settings.get(name, _DEFAULTS[name])) for name in names)
+        told = (int(self.settings.get(name, _DEFAULTS[name])) for name in ("eval_iters", "global_batch_size"))
+        read = self.validated or math.prod(told)
         last = next(phase for phase in self.phases if phase.share == 1)
-        return (self.objective * alone, trained, last.seq_length, *settings)
+        return (self.objective * alone, trained or (own_text, read), last.seq_length, *settings)
 
     @cached_property
     def phases(self) -> Sequence[LengthPhase]:
@@ -268,6 +278,7 @@ class RunRow:
 _ALIKE = ("mask_prob", "masking", "seq_length", "seq_length_phases", "packing", "hidden_dropout", "attention_dropout")
 """Settings that must be alike where training losses are compared."""
 _DEFAULTS = {name: option.default for name, option in options_of(*concerns().values()).items()}
+_DEFAULTS["eval_iters"] = EVAL_ITERS
 
 
 def times_on_plateau(runs: Mapping[int, RunRow], unit: str = "million tokens") -> Times:

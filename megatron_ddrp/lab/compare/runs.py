@@ -18,7 +18,7 @@ from megatron_ddrp.config.run import under_flags
 from megatron_ddrp.data.batches.loader import read_blend
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.plan import ComparisonPlan, CorpusPlan, Model, make_config
-from megatron_ddrp.lab.compare.rows import Arm
+from megatron_ddrp.lab.compare.rows import EVAL_ITERS, Arm
 from megatron_ddrp.tasks.jobs import Store, digest
 
 RUN = "course"
@@ -182,7 +182,6 @@ _PLACES = {
 
 LOGGED = 100
 """Approximate number of log rows that a run writes to metrics.jsonl."""
-EVAL_ITERS = 20
 
 _NO_MATTER = {
     "checkpoint": ("save", "load", "keep_last"),
@@ -252,14 +251,17 @@ def count_steps(plan: ComparisonPlan, model: Model) -> int:
 def all_runs(plan: ComparisonPlan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, int]) -> list[PlannedRun]:
     """Return every run, seed by seed, without duplicates. `steps` has the steps of each model at the full budget.
 
-    The plan's own flags override the schedule.
+    The plan's own flags override the schedule. All models are validated on as many rows, whatever their batch.
     """
     runs: dict[str, PlannedRun] = {}
+    usual, common = Config().training.global_batch_size, dict(plan.flags)
+    rows = EVAL_ITERS * int(common.get("global_batch_size", usual))
     code = [code_sum(Path(file)) for file in plan.plugins]
     models = [(model, False) for model in plan.models] + [(plan.model_of(name), True) for name in plan.half_budget]
     for seed, (model, half) in product(plan.seeds, models):
         count = max(1, steps[model.name] // (1 + half))
         label, interval = model.arm(half).label, -(-count // plan.checkpoints)
+        batch = int((common | dict(model.flags)).get("global_batch_size", usual))
         settings: dict[str, Any] = {
             "data_path": corpus.data_path,
             **({"other_data_path": corpus.other_data_path} if corpus.other_data_path else {}),
@@ -268,11 +270,11 @@ def all_runs(plan: ComparisonPlan, corpus: CorpusFiles, folder: Path, steps: Map
             **model.system,
             "log_interval": max(1, count // LOGGED),
             "eval_interval": interval,
-            "eval_iters": EVAL_ITERS,
+            "eval_iters": EVAL_ITERS if rows % batch else rows // batch,
             "save_interval": interval,
             "train_iters": count,
             "seed": seed,
-            **under_flags(dict(plan.flags), dict(model.flags)),
+            **under_flags(common, dict(model.flags)),
         }
         config = make_config(settings, f"{plan.file}: {model.name}")
         name = job_name(RUN, f"{label} {seed}", [facts_of(config), corpus.key, *code])

@@ -219,11 +219,18 @@ def test_held_out_losses_compare_where_head_rows_and_masks_are_alike():
         ({"flags": {"seq-length": 64}}, False),
         ({"flags": {"masking": "ngram"}}, False),
         ({"flags": {"eval-mask-prob": 0.05}}, False),
+        ({"flags": {"split": "50,50,0"}}, False),
+        ({"flags": {"global-batch-size": 128}}, False),  # half the rows
+        ({"flags": {"global-batch-size": 128, "eval_iters": 40}}, True),
         ({"objective": "electra"}, False),
+        ({"objective": "own", "generates": False}, True),
+        ({"objective": "mlm", "generates": True}, False),
     ):
         for gap, measure in ((0.1, LIKE_LOSS), (0.47, OTHER_LOSS), (None, LOSS)):
             one, other = as_run(row(validation_gap=gap)), as_run(row("ddrp", **own, validation_gap=gap))
             assert one.compares(other, measure) == compares, (own, measure)
+    of_other = row("ddrp", validation_gap=0.1, curves={OTHER_LOSS: [[1e6, 7.0]]})
+    assert not as_run(row(validation_gap=0.47)).compares(as_run(of_other), OTHER_LOSS), "another text"
 
 
 def test_a_run_rested_up_to_its_onset_or_all_of_its_tokens_also_if_its_row_does_not_tell_them():
