@@ -190,7 +190,8 @@ def _probes(own: Tokenizer, theirs: Any) -> Iterator[str]:
     added = (token.content for token in theirs.added_tokens_decoder.values())
     for word in dict.fromkeys([*re.findall(r"\w+", " ".join(some)), *added]):
         wide, parts = word.translate(_WIDE), unicodedata.normalize("NFD", word)
-        yield f"{word} {word.upper()}  {word.title()}\t{wide}\n{parts} x{word}x-{word}\u0301 1{word}23 \u4e2d{word}"
+        marked = unicodedata.normalize("NFC", f"{word}\u0301")  # SentencePiece would leave ü and a mark apart
+        yield f"{word} {word.upper()}  {word.title()}\t{wide}\n{parts} x{word}x-{marked} 1{word}23 \u4e2d{word}"
         yield f" {word}\u00a0{word}\u3000{word}. {word}'s,{word}\u00ad{word}\u200d{word}\r\n{word} "
     codes = (*range(0x20, 0x3130), *range(0x3130, 0xFB00, 97), *range(0xFB00, 0x10000))
     letters = [chr(code) for code in codes if unicodedata.category(chr(code)) not in ("Cs", "Cn", "Co")]
@@ -331,6 +332,8 @@ def _add_specials(tokenizer: Tokenizer, converted: RustTokenizer) -> None:
 _UNIGRAM = 1
 _COMPOSING = (b"nmt_nfkc", b"nmt_nfkc_cf", b"nfkc", b"nfkc_cf")
 """Names of the character maps that join a letter and its marks, or the parts of a Korean syllable."""
+_KEPT = {"～": "\ue000", "İ": "\ue001"}
+"""Characters that NFKC and lower-casing change and some maps keep, and what stands for them meanwhile."""
 
 
 def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> RustTokenizer | None:
@@ -354,10 +357,13 @@ def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> Rus
     has_bytes = any(processor.is_byte(i) for i in own)
     tokenizer = RustTokenizer(models.Unigram(vocabulary, unk_id=unk_id, byte_fallback=has_bytes))
     steps: list[normalizers.Normalizer] = []
-    if normalizer.get(1) in _COMPOSING:
-        steps.append(normalizers.NFC())  # the next step maps one character at a time, and would leave them apart
+    kept = {sign: mark for sign, mark in _KEPT.items() if processor.normalize(sign).strip(f" {WORD_START}") == sign}
+    if normalizer.get(1) in _COMPOSING:  # the map's own step joins nothing, and drops a mark behind a changed letter
+        hide = [normalizers.Replace(sign, mark) for sign, mark in kept.items()]
+        steps += [*hide, normalizers.NFKC(), *[*hide, normalizers.Lowercase()] * normalizer[1].endswith(b"_cf")]
     if normalizer.get(2):
         steps.append(normalizers.Precompiled(normalizer[2]))
+    steps += [normalizers.Replace(mark, sign) for sign, mark in kept.items()]
     # "first" puts "▁" before a text, but not before the part after a [MASK]: there a leading space becomes "▁".
     prepend = "first" if normalizer.get(3, 1) else "never"
     if normalizer.get(4, 1):

@@ -44,11 +44,7 @@ from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInp
 from megatron_ddrp.data.preprocess.records import Chunk, Fault, parse_chunk
 from megatron_ddrp.data.progress import map_in_order, progress, track
 from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary import (
-    unknown_share,
-    warn_of_unknown,
-    warn_of_vocabulary,
-)
+from megatron_ddrp.data.tokenizers.vocabulary import unknown_share, warn_of_unknown, warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages, refusals_as_user_errors
 
 TERMINATED = 143

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.data.tokenizers.libraries import LONGEST_WORD, WORDS, read_model
-from megatron_ddrp.data.tokenizers.tokenizer import NONE, SPECIAL_PIECES, Tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import NONE, SPECIAL_PIECES, Tokenizer, usual_rows
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 MOST_UNKNOWN = 0.01
@@ -282,6 +282,7 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int, lower: bool = True) ->
         show_progress=False,
     )
     backend.train_from_iterator(itertools.chain([first], kept), trainer)
+    backend.post_processor = usual_rows(SPECIALS.index("[CLS]"), SPECIALS.index("[SEP]")).processor(SPECIALS)
     return backend.to_str(pretty=True).encode(), backend.get_vocab_size(), ""
 
 

@@ -49,6 +49,7 @@ def test_a_trained_byte_bpe_leaves_as_roberta_has_it(tmp_path, offline):
     for text in TEXTS:
         assert loaded(text)["input_ids"] == [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
         assert loaded.decode(loaded(text)["input_ids"], skip_special_tokens=True) == text
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (tmp_path / "trained.json").read_bytes()
     masked = loaded(f"red {loaded.mask_token} dog")
     expected = [*tokenizer.encode("red"), tokenizer.mask_id, *tokenizer.encode(" dog")]
     assert masked["input_ids"][1:-1] == expected and "token_type_ids" not in masked
@@ -95,7 +96,10 @@ def test_sentencepiece_parts_after_a_mask_are_those_inside_a_text(tmp_path, fold
 def test_text_whose_marks_are_apart_has_the_ids_of_the_library(tmp_path, rule):
     """macOS writes Korean syllables as parts, and letters apart from their accents."""
     text = "\ud55c\uad6d\uc5b4 red \u1ec7\u0151 d\u00f3g \ufb01sh"
-    tokenizer = sentencepiece_model(tmp_path, normalization_rule_name=rule, required_chars=text.replace(" ", ""))
+    text += " \u1ecc\u0300r\u1ecd\u0300 G\u0303 \uff83\uff9e\uff70\uff80 \ufdf2\u064f 1\uff5e2 \u0130"
+    joined = unicodedata.normalize("NFKC", text)
+    needed = "".join(dict.fromkeys((text + joined + joined.lower()).replace(" ", "")))
+    tokenizer = sentencepiece_model(tmp_path, normalization_rule_name=rule, required_chars=needed)
     exported = unigram_tokenizer((tmp_path / "pieces.model").read_bytes(), tokenizer.pieces, tokenizer.unk_id)
     for form in ("NFC", "NFD"):
         changed = unicodedata.normalize(form, text)
