@@ -15,14 +15,7 @@ from typing import Any
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_of, given_options
 from megatron_ddrp.config import Config, OptimizerConfig, concerns, flag
 from megatron_ddrp.config.reading import COUNT, POSITIVE, Section, flag_words, option, options_of, refuse
-from megatron_ddrp.config.run import (
-    WARMUP_SHARE,
-    WARMUP_STEPS,
-    config_of,
-    idle_settings,
-    read_config,
-    under_flags,
-)
+from megatron_ddrp.config.run import WARMUP_SHARE, WARMUP_STEPS, config_of, idle_settings, read_config, under_flags
 from megatron_ddrp.config.translation import (
     HINTS,
     Found,

@@ -141,12 +141,7 @@ PLUGIN_HELP = (
 def add_plugin_flag(parser: Any) -> None:
     """Add `--plugin` to a parser or a group of its arguments; `parse_args` loads the files."""
     parser.add_argument(
-        "--plugin",
-        action="extend",
-        nargs="+",
-        metavar="FILE.py",
-        default=argparse.SUPPRESS,
-        help=PLUGIN_HELP,
+        "--plugin", action="extend", nargs="+", metavar="FILE.py", default=argparse.SUPPRESS, help=PLUGIN_HELP
     )
 
 

@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import shlex
 import signal
 import subprocess
@@ -42,7 +43,8 @@ from megatron_ddrp.config.run import config_of
 from megatron_ddrp.conversion.from_huggingface import ReadFolder, flags_of, local_folder, read_folder, require_own
 from megatron_ddrp.conversion.model_card import model_settings, objective_settings
 from megatron_ddrp.data.atomic import make_folder, write_text
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, TokenizerFlags
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, TokenizerFlags, recorded_flags
+from megatron_ddrp.data.preprocess.inputs import find_inputs
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, estimate
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
@@ -100,12 +102,14 @@ def continue_encoder(options: argparse.Namespace) -> Plan:
     """Print the plan for the options of the command, with `--run` execute it, and return it.
 
     Raises `UserError` for an encoder that does not fit or cannot be read, and for a road that other options began, or
-    these with a text or task file that was written since.
+    these with a file of text, of a task or of a vocabulary that was written since.
     """
     record = options.output_dir / "road.json"
     given = shlex.join(flag_words((n, v) for n, v in vars(options).items() if n != "run" and v is not None))
-    texts = map(Path, filter(None, (*(options.input or ()), options.train, options.valid)))
-    stamps = {str(path): path.stat().st_mtime_ns for path in texts if path.exists()}
+    texts = [options.train, options.valid, TokenizerFlags.of(options).path, f"{options.data_path}.idx"]
+    with contextlib.suppress(UserError), contextlib.redirect_stderr(io.StringIO()):  # what it says, preprocess says
+        texts += [file.path for file in find_inputs(options.input or ())]
+    stamps = {str(path): os.stat(path).st_mtime_ns for path in texts if path and os.path.exists(path)}
     if options.run:
         with refusals_as_user_errors(options.output_dir):
             make_folder(options.output_dir)
@@ -174,6 +178,12 @@ def count_text(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[float
     Of an input whose vocabulary does not fit it warns. Raises `UserError` for one that `preprocess` would refuse.
     """
     if options.input is None:
+        made_by = recorded_flags(options.data_path) if options.data_path else TokenizerFlags()
+        if made_by.path and os.path.exists(made_by.path) and made_by.build().vocab_size != tokenizer.vocab_size:
+            refuse(
+                f"--data-path {options.data_path}: made with {' '.join(made_by.words())}, of another size than the "
+                "vocabulary of --load: give this vocabulary by the same flags, or the text by --input"
+            )
         tokens = options.tokens or IndexedDataset(options.data_path).num_tokens
         return tokens, documents_of(options.data_path, tokens)
     with tempfile.TemporaryDirectory() as folder:

@@ -36,10 +36,7 @@ from megatron_ddrp.data.tokenizers.vocabulary import (
 )
 from megatron_ddrp.errors import UserError
 
-WHOLE_FILES = {
-    "sentencepiece": (train_sentencepiece, "SentencePiece"),
-    "byte-bpe": (train_byte_bpe, "HuggingFace"),
-}
+WHOLE_FILES = {"sentencepiece": (train_sentencepiece, "SentencePiece"), "byte-bpe": (train_byte_bpe, "HuggingFace")}
 """Kind of pieces whose file is a whole tokenizer → how it is trained, and its `--tokenizer-type`."""
 
 

@@ -82,11 +82,7 @@ class ModelConfig(Section):
         "discriminator starts so",
         choices=("normal", "offsets"),
     )
-    position_encoding: str = option(
-        "ddrp",
-        f"position encoding ({ENCODING_WORDS})",
-        choices=ENCODINGS,
-    )
+    position_encoding: str = option("ddrp", f"position encoding ({ENCODING_WORDS})", choices=ENCODINGS)
     relative_distance: int = option(  # None is resolved below
         None,
         "distance from which on all relative distances share one embedding (r_s in the paper); for deberta-v2 the "

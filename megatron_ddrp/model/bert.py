@@ -67,14 +67,19 @@ class Encoder(nn.Module):
         self.mask_decoder: EnhancedMaskDecoder | None = None  # on the class, this would hide a subclass's module
 
     def initialise(self) -> None:
-        """Initialise all weights; a subclass calls this when it has its modules."""
+        """Initialise all weights; a subclass calls this when it has its modules.
+
+        A module of a plug-in with a method `own_start` is asked last, so that its own weights begin as it wants.
+        """
         self.apply(self._draw)
+        for module in self.modules():
+            getattr(module, "own_start", lambda: None)()
         if self.config.attention_init == "offsets":
             assert self.embeddings.absolute is not None, "the configuration refuses it"
             start_at_offsets(self.embeddings.absolute, self.layers, self.config)  # type: ignore[arg-type]
 
     def _draw(self, module: nn.Module) -> None:
-        """Draw matrices from normal(0, `init_method_std`) and zero biases, as BERT does. Encodings draw their own."""
+        """Draw matrices from normal(0, `init_method_std`) and zero biases, as BERT does; tables draw their own."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.weight.data.normal_(std=self.config.init_method_std)
         if isinstance(module, nn.Linear) and module.bias is not None:

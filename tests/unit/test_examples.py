@@ -11,11 +11,13 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
 
+import megatron_ddrp
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.pretrain import main
 from megatron_ddrp.errors import UserError
@@ -383,6 +385,46 @@ def test_a_file_of_the_user_stays_and_ranks_of_slurm_write_none(tmp_path: Path) 
     (tmp_path / "slurm").mkdir()
     [of_rank] = launch("pretrain_ddrp_base_16gpu.sh", tmp_path / "slurm", LAUNCHER="python")
     assert of_rank == f"/tmp/triton_{os.getuid()} /tmp/torchinductor_{os.getuid()} none"
+
+
+def test_parts_of_an_example_are_paired_by_seed(tmp_path, monkeypatch, capsys):
+    """The encoder is stood in for by one whose vectors turn by an angle of the folder's own."""
+    losses = {"constant": (4.5, 4.6, 4.4), "decay": (4.3, 4.4, 4.1), "mlm": (5.0, 5.1, 5.2), "detour": (5.1, 5.1, 5.1)}
+    losses |= {"head-0": (7.5, 7.6, 7.7), "head-25": (7.1, 7.3, 7.2)}
+    for name, seed in itertools.product(losses, (1, 2, 3)):
+        folder = tmp_path / f"{name}-{seed}"
+        folder.mkdir()
+        rows = [{"valid_lm_loss": 9.0}, {"valid_lm_loss": losses[name][seed - 1]}, {"lm_loss": 1.0}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "exit_code").write_text("0\n")
+        merged = f" 16.67% of x | validation mlm 8.0000\nmean → mean-{seed} | validation mlm {4.35 + seed / 100:.4f}\n"
+        (tmp_path / f"mean-{seed}.log").write_text(merged)
+    table = "text,label\n" + "".join(f'"a, {i}",1\n' for i in range(9))
+    (tmp_path / "test-films.csv").write_text(table)
+    vectors = np.random.default_rng(1).normal(size=(9, 4))
+
+    def encoder(folder: Path) -> SimpleNamespace:
+        noise = 0.0 if folder.name == "minilm" else 0.1 if folder.name.startswith("head-25") else 1.0
+        noisy = vectors + noise * np.random.default_rng(7).normal(size=(9, 4))
+        return SimpleNamespace(pool=lambda texts, **_: noisy * (texts[0] == "a, 0"))
+
+    monkeypatch.setattr(megatron_ddrp, "load_encoder", encoder)
+    monkeypatch.setattr(sys, "argv", ["parts.py", str(tmp_path)])
+    runpy.run_path(str(ROOT / "examples" / "domain" / "parts.py"), run_name="__main__")
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    found = {name: (float(gain), [float(end) for end in ends.split(" to ")]) for name, _, _, gain, ends in rows}
+    for first, other, part in (
+        ("decay", "constant", "decay"),
+        ("detour", "mlm", "causal"),
+        ("head-25", "head-0", "head"),
+    ):
+        gains = np.subtract(losses[first], losses[other])
+        gain, ends = next(value for name, value in found.items() if part in name and "loss" in name)
+        assert gain == pytest.approx(gains.mean(), abs=6e-4)
+        assert ends == pytest.approx(stats.t.interval(0.95, 2, gains.mean(), stats.sem(gains)), abs=6e-4)
+    assert found["loss of the mean, beside the decay"][0] == pytest.approx(4.37 - np.mean(losses["decay"]), abs=6e-4)
+    with_head, without = map(float, rows[-1][1:3])
+    assert 1 > with_head > without > 0 and len(rows) == 6
 
 
 def test_gains_of_an_example_are_means_over_pairs_of_seeds_with_both_intervals(tmp_path, monkeypatch, capsys):

@@ -36,6 +36,7 @@ from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
 from megatron_ddrp.data.batches.samples import SampleIndex
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.engine.build import check_device, choices, missing_graphs, other_choices, rows_for, unused_devices
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.memory import estimated_needs
@@ -46,7 +47,7 @@ from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.devices import DEVICES, SHARE, device_named, why_not, with_chosen_backend
 from megatron_ddrp.run.flops import flop_of_rows, flop_of_step, flop_per_token, step_seconds
 from tests.conftest import TinyCorpus
-from tests.datasets import write_dataset
+from tests.datasets import wordpiece_job, write_dataset
 from tests.refusals import refused, wrong_arguments
 from tests.unit.model.tiny import tiny_batch, tiny_config
 from tests.unit.tasks.conftest import sentences, write_bert
@@ -475,6 +476,27 @@ def test_the_text_is_counted_or_estimated(extend, tiny_corpus):
     assert "(100.0%) are unknown pieces: the vocabulary does not" in told
     assert plan.settings["train_iters"] * plan.settings["global_batch_size"] / 2000 == pytest.approx(PASSES, rel=0.1)
     assert " preprocess " not in by_dataset and f" {vocabulary} --output road/start" in by_dataset
+    Path("larger.txt").write_text(tiny_corpus.vocab_file.read_text() + "zz\n")
+    made = preprocess(wordpiece_job("larger.txt", "larger", tiny_corpus.text_file)).prefixes[0]
+    line = "made with .*--vocab-file larger.txt, of another size than the vocabulary of --load"
+    wrong_arguments(line, extend, "--data-path", made, "--device", "t4")
+
+
+def test_a_road_knows_the_files_of_a_folder_and_the_vocabulary_again(extend, tiny_corpus, monkeypatch):
+    monkeypatch.setattr(continuing, "plan_road", lambda _: {"stages": [], "plan": [{}, []]})
+    for folder in ("text", "other"):
+        Path(folder).mkdir()
+        Path(folder, "a.txt").write_text("a b\n")
+    Path("vocab.txt").write_text(tiny_corpus.vocab_file.read_text())
+    words = ("--input", "text", "oth*/*.txt", "--vocab-file", "vocab.txt", "--run")
+    for changed in ("text/a.txt", "other/a.txt", "vocab.txt"):
+        extend(*words, "--output-dir", f"road-{Path(changed).parent.name}")
+        os.utime(changed, (0, 0))
+        refused(f"{changed} has changed since", extend, *words, "--output-dir", f"road-{Path(changed).parent.name}")
+    Path("text", "b.txt").write_text("more\n")
+    extend(*words, "--output-dir", "again")
+    Path("text", "a.txt").unlink()
+    extend(*words, "--output-dir", "again")  # what was read may go
 
 
 def test_the_whole_road_by_one_command_which_skips_what_is_finished(extend, bert, tiny_corpus, tmp_path, monkeypatch):

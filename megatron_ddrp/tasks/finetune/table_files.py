@@ -43,8 +43,9 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
     """Yield per sentence `line N` of its first token and its cells `tokens` and `tags` (lists of strings).
 
     Tabs separate the columns of a line with a tab, blanks those of other lines. Raises `UserError` for a line whose
-    number of columns differs from the first line's, and for a comment. A word with # at the begin of a sentence is a
-    token if its tag is that of other tokens, of an entity, or one without small letters and digits, such as SYM.
+    number of columns differs from the first line's, for a comment, and for a first column that counts the words. A word
+    with # at the begin of a sentence is a token if its tag is that of other tokens, of an entity, or one without small
+    letters and digits, such as SYM.
 
     A CoNLL file has one token with its tag per line, and a blank line after each sentence. The first column is the
     token and the last one its tag (CoNLL-2003, Tjong Kim Sang and De Meulder, arXiv:cs/0306050); columns between them
@@ -82,7 +83,16 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
             tags.add(cells[-1])
         return [cells[0], cells[-1]] if width > 1 else cells
 
-    yield from _sentences(lines, cells_of)
+    is_judged = False  # by the first sentence that can tell: a later one may be a row of numbers
+    for where, sentence in _sentences(lines, cells_of):
+        words = sentence["tokens"]
+        if not is_judged and width > 2 and words == [str(count) for count in range(1, 1 + len(words))] != ["1"]:
+            raise UserError(
+                f"{path}, {where}: the first column counts the words; keep the columns of word and tag: "
+                "grep -v '^#' FILE | cut -f2,3"
+            )
+        is_judged = is_judged or len(words) > 1
+        yield where, sentence
     for number, tag in doubtful.items():
         if tag not in tags and not _ENTITY.match(tag) and any(sign.isalnum() and not sign.isupper() for sign in tag):
             refuse_comment(number)

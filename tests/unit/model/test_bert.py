@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig
+from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig, objective_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
 from megatron_ddrp.model.stages import Draws, layout_of
@@ -92,6 +93,16 @@ def test_initialisation_is_berts(encoding):
             assert abs(parameter.mean()) < 5 * 0.02 / count**0.5, name
             assert abs(parameter.std() - 0.02) < 5 * 0.02 / (2 * count) ** 0.5, name
     assert not torch.equal(build_model(model.config).head.decoder.weight, model.head.decoder.weight)
+
+
+def test_a_module_of_a_plug_in_begins_as_it_wants(monkeypatch):
+    class Gate(nn.Linear):
+        def own_start(self):
+            self.weight.data.fill_(3)
+
+    monkeypatch.setattr(objective_class("mlm"), "modules", lambda _, hidden_size: Gate(hidden_size, 1))
+    gate = build_model(tiny_config(), objective=ObjectiveConfig(objective="mlm")).head.own
+    assert gate.weight.eq(3).all() and gate.bias.eq(0).all()
 
 
 @pytest.mark.parametrize("order", ["post", "pre"])

@@ -123,6 +123,15 @@ def test_a_comment_in_conll_is_refused_by_its_line(write, first):
     assert fault(write("a.conll", later)).startswith(", line 3: a comment, expected only tokens with tags; remove")
 
 
+def test_a_first_column_of_conll_that_counts_the_words_is_refused(write):
+    numbered = "1 Ab B-X O\n2 cd O O\n\n"
+    assert fault(write("a.conll", "1 Ab O O\n\n" + numbered)).startswith(", line 3: the first column counts the words;")
+    assert len(cells(write("a.conll", numbered.replace(" O\n", "\n").replace("1 Ab", "x Ab")))) == 1
+    assert len(cells(write("a.conll", "Ab NN O\ncd NN O\n\n1 CD O\n2 CD O\n"))) == 2, (
+        "a row of numbers behind a sentence"
+    )
+
+
 def test_parquet(write, tmp_path):
     columns = {"n": list(range(1300)), "tags": [["B-A", "O"]] * 1300, "text": [None, *["ü"] * 1299]}
     path = str(tmp_path / "a.parquet")
