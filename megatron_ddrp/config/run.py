@@ -171,8 +171,8 @@ class Config:
             f"--pipeline-model-parallel-size {stages}": stages > 1,
             "--checkpoint-activations": parallel.checkpoint_activations,
             f"--objective {objective.objective}": made is not None and made.looks_inside,
-            # It reduces gradients in the order in which they come, and a replay's come in another; last: memory.py asks
-            # for the other stages.
+            # Stages 2 and 3 reduce gradients in the order in which they come, which a replay changes. Last, because
+            # memory.py asks for other stages.
             f"--zero-stage {parallel.zero_stage}": parallel.zero_stage > 1,
         }
         return next((setting for setting, is_given in settings.items() if is_given), None)

@@ -227,13 +227,13 @@ class RunRow:
         """
         generates = self.objective not in OBJECTIVES or OBJECTIVES.find(self.objective).generates
         alone = generates if self.generates is None else self.generates
-        trained, own_text = measure == LIKE_LOSS and not self.validates_alike, measure in self.curves
+        trained, given = measure == LIKE_LOSS and not self.validates_alike, measure == OTHER_LOSS in self.curves
         names = _ALIKE if trained else ("masking", "eval_mask_prob", "split")
         settings = (_as_text(self.settings.get(name, _DEFAULTS[name])) for name in names)
         told = (int(self.settings.get(name, _DEFAULTS[name])) for name in ("eval_iters", "global_batch_size"))
         read = self.validated or math.prod(told)
         last = next(phase for phase in self.phases if phase.share == 1)
-        return (self.objective * alone, trained or (own_text, read), last.seq_length, *settings)
+        return (self.objective * alone, trained or (given, read), last.seq_length, *settings)
 
     @cached_property
     def phases(self) -> Sequence[LengthPhase]:
