@@ -41,6 +41,7 @@ from megatron_ddrp.engine.proofs import GradientProof
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user_errors, refusals_as_user_errors
 from megatron_ddrp.memory import need_less_memory
 from megatron_ddrp.model import Encoder, build_model, count_parameters
+from megatron_ddrp.model.fused import compiles
 from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, agree_on_long_work, gather_objects, refuse_differences
@@ -254,10 +255,13 @@ def allocate_model(config: Config) -> Encoder:
 def contents_of_files(setup: Setup) -> dict[str, str]:
     """Return what all ranks must share: name → value of each key of the DeepSpeed file, and the sums of the code.
 
-    The keys of paths are left out: a node may have its own disk.
+    The keys of paths are left out: a node may have its own disk. Compiled layers give their gradients in another order
+    than plain ones, and DeepSpeed takes one order for granted.
     """
     keys, plugins = flatten_keys(setup.deepspeed), plugin_files()
     read = {f"{key} of --deepspeed_config": str(value) for key, value in keys.items() if not key.endswith("_path")}
+    compiled = compiles(choice := setup.config.model.compile, setup.ranks.device)
+    read[f"--compile {choice}"] = "compiled layers" if compiled else "plain layers"
     with refusals_as_user_errors():
         read["the code of megatron_ddrp"] = package_sum()
         return read | {f"the code of plug-in {number}": code_sum(file) for number, file in enumerate(plugins, 1)}

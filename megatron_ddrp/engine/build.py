@@ -389,7 +389,7 @@ def deepspeed_settings(setup: Setup, num_parameters: int) -> dict[str, Any]:
     if training.bf16 and parallel.zero_stage in (1, 2) and not has_pipeline and not is_offloaded:
         settings["bf16"]["check_grad_overflow"] = False  # `ZeroClipping` checks on the device
     settings = lay_over(settings, from_file, str(parallel.deepspeed_config))
-    if setup.uses_graphs and data_size > 1 and settings["zero_optimization"]["overlap_comm"]:
+    if setup.uses_graphs and data_size > 1 and parallel.zero_stage and settings["zero_optimization"]["overlap_comm"]:
         fault = "overlap_comm beside CUDA graphs would sum gradients of different parameters; give --cuda-graphs off"
         raise UserError(f"--deepspeed_config {parallel.deepspeed_config}: {fault}, or leave it out", WRONG_ARGUMENTS)
     if parallel.zero_stage == 0:
