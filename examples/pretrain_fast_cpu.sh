@@ -4,7 +4,7 @@
 #
 #   hardware   2 CPU cores with 2 GB of memory
 #   time       10 to 25 minutes for 6 million tokens; STEPS=16384 is 17 million
-#   result     three runs on Wikipedia left the plateau after 0.8 to 0.9 million tokens and ended at a validation loss of 4.5 to 4.6
+#   result     four runs on Wikipedia left the plateau after 0.8 to 0.9 million tokens and ended at a validation loss of 4.5 to 4.6
 #
 #   DATA=prefix VOCAB=vocab.txt SAVE=dir [STEPS=n] [DRY_RUN=1] bash examples/pretrain_fast_cpu.sh [more flags]
 #

@@ -52,7 +52,7 @@ PAGES |= {"lab/results-tables.md": "## What the tables show"}
 Row = dict[str, Any]
 ROWS: dict[str, list[Row]] = {
     name: [json.loads(line) for line in (DOCS / f"ladder/{name}.jsonl").read_text().splitlines()]
-    for name in ("rows", "fast", "plateau", "novels", "depth", "recipe")
+    for name in ("rows", "fast", "plateau", "novels", "depth", "recipe", "times")
 }
 MARKER = re.compile(r"<!-- (?!compare|end of)(.+?) -->", re.DOTALL)
 VALUE = re.compile(r"(\w+) (\S+) (\w+): (.+?)(?: over (.+?))?(?: @ ([\d.]+)M)?(?: seeds ([\d,]+))?")
