@@ -189,7 +189,10 @@ def count_text(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[float
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         flags = flags_of(tokenizer, Path(folder))._asdict()
-        found = estimate(PreprocessConfig(options.input, "text", **flags))
+        try:
+            found = estimate(PreprocessConfig(options.input, "text", **flags))
+        except UserError as error:  # which may name flags of preprocess
+            raise UserError(f"{error}; or preprocess the text with other flags, and give --data-path") from None
     found.warn()
     if not found.by_key[0].tokens:
         raise UserError(f"--input {' '.join(options.input)}: no token in it: give files with text")

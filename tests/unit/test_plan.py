@@ -476,6 +476,13 @@ def test_the_text_is_counted_or_estimated(extend, tiny_corpus):
     assert "(100.0%) are unknown pieces: the vocabulary does not" in told
     assert plan.settings["train_iters"] * plan.settings["global_batch_size"] / 2000 == pytest.approx(PASSES, rel=0.1)
     assert " preprocess " not in by_dataset and f" {vocabulary} --output road/start" in by_dataset
+    Path("keys.jsonl").write_text('{"content": "the"}\n')
+    refused(
+        "no key 'text'.*; or preprocess the text with other flags, and give --data-path",
+        extend,
+        "--input",
+        "keys.jsonl",
+    )
     Path("larger.txt").write_text(tiny_corpus.vocab_file.read_text() + "zz\n")
     made = preprocess(wordpiece_job("larger.txt", "larger", tiny_corpus.text_file)).prefixes[0]
     line = "made with .*--vocab-file larger.txt, of another size than the vocabulary of --load"
