@@ -101,7 +101,7 @@ def test_a_run_with_cuda_graphs_repeats_one_without(device: str, encoding: str, 
     if device == GPU:
         without, with_graphs = runs_on(device, 1, lines)
     else:
-        [(without, *_)], [(with_graphs, used, _)] = of_each_run(1, [list(line) for line in lines], train_emulated)
+        [(without, *_)], [(with_graphs, used, *_)] = of_each_run(1, [list(line) for line in lines], train_emulated)
         assert min(used[0]) >= 1, "no shape was captured"
     assert isinstance(without, list) and len(without) == 6, without
     assert without == with_graphs
