@@ -33,7 +33,7 @@ made() {
     [[ -e $file ]] || "$@"
 }
 
-# trained NAME STEPS FLAGS…: train the run NAME, or go on with it; the last --load of a new run is in FLAGS
+# trained NAME STEPS FLAGS…: train the run NAME, or go on with it; FLAGS may say where a new run begins (--load)
 trained() {
     local name=$1 steps=$2
     shift 2
