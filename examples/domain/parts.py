@@ -31,7 +31,8 @@ def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
     folder = Path(sys.argv[1])
-    seeds = sorted(path.parent.name.rsplit("-", 1)[1] for path in folder.glob("head-25-*/exit_code"))
+    ends = {path.parent.name.rsplit("-", 1)[1]: path.read_text() for path in folder.glob("head-25-*/exit_code")}
+    seeds = sorted(seed for seed, end in ends.items() if end.strip() == "0")
     if not seeds:
         raise SystemExit(f"error: {folder} has no seed whose runs are all done; run parts.sh first")
     with (folder / "test-films.csv").open(encoding="utf-8", newline="") as file:

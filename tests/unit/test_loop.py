@@ -43,7 +43,7 @@ from megatron_ddrp.run import log, loop
 from megatron_ddrp.run.callbacks import Callbacks
 from megatron_ddrp.run.flops import StepProfile
 from megatron_ddrp.run.launch import StopRequests
-from megatron_ddrp.train import contents_of_files, where_we_start
+from megatron_ddrp.train import shared_by_ranks, where_we_start
 from tests.refusals import refused
 from tests.unit.model.tiny import packed_batch, tiny_batch, tiny_config
 
@@ -470,7 +470,7 @@ def test_ranks_compare_the_code_and_the_deepspeed_file(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 1}}')
     configs = (CONFIG.replace(parallel={"deepspeed_config": path}) for path in (None, str(file)))
-    plain, with_file = (contents_of_files(Setup.of(config, RANKS)) for config in configs)
+    plain, with_file = (shared_by_ranks(Setup.of(config, RANKS)) for config in configs)
     assert plain == {"--compile auto": "plain layers", "the code of megatron_ddrp": package_sum()}
     assert len(package_sum()) == 64
     assert with_file == plain | {"zero_optimization.stage of --deepspeed_config": "1"}
